@@ -1,0 +1,131 @@
+"""One ``torch.compile`` backend into which all the others plug.
+
+``torch.compile(model, backend="fuseboard")`` needs no import of this package. Importing it is
+cheap: each name below is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fuseboard.board import register, unregister
+    from fuseboard.config import settings
+    from fuseboard.contracts import (
+        BackendInfo,
+        Claim,
+        Decline,
+        Event,
+        Fusion,
+        LoweredRegion,
+        Measurement,
+        Plan,
+        Region,
+        Trip,
+        Verdict,
+    )
+    from fuseboard.errors import (
+        ContractError,
+        FuseboardError,
+        HookTimeout,
+        LoweringError,
+        PluginError,
+        RegionError,
+        RegistrationError,
+        SettingsError,
+    )
+    from fuseboard.hookspecs import hookimpl
+    from fuseboard.lower.decompose import decompose
+    from fuseboard.lower.eager import lower_eagerly
+    from fuseboard.lower.weights import refresh
+    from fuseboard.partition.claims import claim_nodes
+    from fuseboard.profile.measure import measure
+    from fuseboard.report.data import GraphReport
+    from fuseboard.report.explain import Explanation, explain, last_report
+
+_HOMES = {
+    "fuseboard.board": ("register", "unregister"),
+    "fuseboard.config": ("settings",),
+    "fuseboard.contracts": (
+        "BackendInfo",
+        "Claim",
+        "Decline",
+        "Event",
+        "Fusion",
+        "LoweredRegion",
+        "Measurement",
+        "Plan",
+        "Region",
+        "Trip",
+        "Verdict",
+    ),
+    "fuseboard.errors": (
+        "ContractError",
+        "FuseboardError",
+        "HookTimeout",
+        "LoweringError",
+        "PluginError",
+        "RegionError",
+        "RegistrationError",
+        "SettingsError",
+    ),
+    "fuseboard.hookspecs": ("hookimpl",),
+    "fuseboard.lower.decompose": ("decompose",),
+    "fuseboard.lower.eager": ("lower_eagerly",),
+    "fuseboard.lower.weights": ("refresh",),
+    "fuseboard.partition.claims": ("claim_nodes",),
+    "fuseboard.profile.measure": ("measure",),
+    "fuseboard.report.data": ("GraphReport",),
+    "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BackendInfo",
+    "Claim",
+    "ContractError",
+    "Decline",
+    "Event",
+    "Explanation",
+    "FuseboardError",
+    "Fusion",
+    "GraphReport",
+    "HookTimeout",
+    "LoweredRegion",
+    "LoweringError",
+    "Measurement",
+    "Plan",
+    "PluginError",
+    "Region",
+    "RegionError",
+    "RegistrationError",
+    "SettingsError",
+    "Trip",
+    "Verdict",
+    "claim_nodes",
+    "decompose",
+    "explain",
+    "hookimpl",
+    "last_report",
+    "lower_eagerly",
+    "measure",
+    "refresh",
+    "register",
+    "settings",
+    "unregister",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME_OF[name]
+    except KeyError:
+        raise AttributeError(f"module 'fuseboard' has no attribute {name!r}") from None
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,187 @@
+"""What passes between the stages: frozen, and free of behaviour.
+
+A *graph* here is an ATen-level ``torch.fx.GraphModule`` whose nodes carry fake values in
+``node.meta["val"]``. Nodes are named by ``node.name``, which is unique in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+GraphKind = Literal["joint", "forward", "backward", "inference"]
+Stage = Literal["capture", "claim", "plan", "fuse", "partition", "lower", "profile", "run"]
+FailureAction = Literal["raise", "next", "eager"]
+
+#: A boxed callable takes one list of tensors and ints, may empty it, and returns the outputs.
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What a backend says of itself, once per process.
+
+    :ivar device_types: ``torch.device.type`` values that it runs on.
+    :ivar dtypes: floating dtypes that it may meet; None means any.
+    :ivar training: it takes forward and backward graphs, not only inference graphs.
+    :ivar dynamic_shapes: its regions may have symbolic sizes.
+    :ivar bakes_constants: lowered code holds the *values* of static inputs.
+    :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
+    :ivar available: False with a ``reason`` that says what to install or change.
+    :ivar fingerprint: changes whenever the code that it makes may change.
+    :ivar options: a pydantic model of ``[tool.fuseboard.plugins.NAME]``; None means no options.
+    """
+
+    name: str
+    device_types: frozenset[str] = frozenset({"cpu"})
+    dtypes: frozenset[torch.dtype] | None = None
+    training: bool = False
+    dynamic_shapes: bool = False
+    bakes_constants: bool = False
+    compiles_quickly: bool = False
+    available: bool = True
+    reason: str = ""
+    fingerprint: str = ""
+    options: type[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Nodes that a backend says it can run as one stretch.
+
+    :ivar nodes: every node of the stretch.
+    :ivar native: those among ``nodes`` that this backend runs *better than eager*; the others are
+        carried along so that the stretch isn't cut. A claim whose native part is small against
+        the whole loses to a backend that would run all of it natively.
+    """
+
+    nodes: frozenset[str]
+    native: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A node that a backend won't run, and why (an issue number where there is one)."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which backend runs each node, and why. Every node that computes is in both mappings."""
+
+    placements: Mapping[str, str]
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A convex part of a graph, given to one backend.
+
+    :ivar name: unique in its graph, such as ``inference0.region1``.
+    :ivar graph: this backend's *own copy*; placeholders are the region's inputs in order, the
+        output node returns a flat tuple. It may be changed at will.
+    :ivar static_inputs: positions of placeholders that are parameters or buffers.
+    :ivar signature: canonical hash; regions with equal signatures are lowered once.
+    :ivar whole: the region is the whole graph.
+    :ivar options: the backend's options model, filled from settings; None where it has none.
+    :ivar random: ``"eager"`` (the numbers that eager draws from the same seed) or ``"fast"``.
+    :ivar source: user code line of the first op, ``file:line``, for messages.
+    """
+
+    name: str
+    backend: str
+    kind: GraphKind
+    graph: GraphModule
+    signature: str
+    static_inputs: tuple[int, ...] = ()
+    whole: bool = False
+    options: Any = None
+    random: Literal["eager", "fast"] = "eager"
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One rewrite that a plugin offers. The board numbers, counts and applies it.
+
+    :ivar name: what it does, such as ``conv+bn+relu``.
+    :ivar nodes: names of the nodes that it replaces.
+    :ivar apply: performs it on the graph that the hook was given. Fusions of one call are applied
+        in order and must not overlap. New nodes need ``meta["val"]``.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    apply: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class LoweredRegion:
+    """A region as something to call.
+
+    :ivar call: boxed; outputs in the region's order, with the shapes, dtypes and strides of
+        ``meta["val"]`` (the strides where more than one element is reached through them).
+    :ivar notes: what people should know, such as ops that fell back inside the backend.
+    """
+
+    call: Boxed
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long calls took, in microseconds.
+
+    :ivar latency_us: the median.
+    :ivar low_us: the first quartile.
+    :ivar high_us: the third quartile.
+    """
+
+    latency_us: float
+    low_us: float
+    high_us: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a lowered region kept its contract on the call that was looked at."""
+
+    ok: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A failure that the board contained.
+
+    :ivar stage: where it happened.
+    :ivar source: the user's line whose ops were concerned, ``file:line``, if known.
+    :ivar instead: what ran in its place.
+    """
+
+    plugin: str
+    stage: Stage
+    region: str
+    error: str
+    instead: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened during a compile, for observers.
+
+    :ivar name: ``graph``, ``plan``, ``fuse``, ``lower`` or ``trip``.
+    """
+
+    name: str
+    graph: str
+    seconds: float = 0.0
+    details: Mapping[str, Any] = field(default_factory=dict)

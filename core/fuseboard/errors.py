@@ -1,0 +1,53 @@
+"""Every exception that fuseboard raises on purpose.
+
+    FuseboardError
+    ├── SettingsError        a setting is unknown, mistyped, or names something that isn't there
+    ├── RegistrationError    a plugin can't be registered: name taken, unknown hook, wrong signature
+    ├── PluginError          a plugin's hook raised or answered with the wrong thing
+    │   ├── HookTimeout      it didn't answer within its limit
+    │   └── ContractError    it answered, but the answer breaks the hook's contract
+    ├── LoweringError        a backend claimed a region and can't compile it (plugins raise this)
+    └── RegionError          a region failed and the policy is to raise; chained to the cause
+"""
+
+
+class FuseboardError(Exception):
+    """The base of every exception that fuseboard raises on purpose."""
+
+
+class SettingsError(FuseboardError):
+    """A setting is unknown, mistyped, or names something that isn't there."""
+
+
+class RegistrationError(FuseboardError):
+    """A plugin can't be registered: its name is taken, or a hook of it is unknown."""
+
+
+class PluginError(FuseboardError):
+    """A plugin's hook raised, or answered with the wrong thing.
+
+    :ivar plugin: the plugin's registered name.
+    :ivar hook: the hook that was called, such as ``fuseboard_lower``.
+    """
+
+    def __init__(self, plugin: str, hook: str, problem: str) -> None:
+        self.plugin = plugin
+        self.hook = hook
+        self.problem = problem
+        super().__init__(f"plugin {plugin!r}, hook {hook}: {problem}")
+
+
+class HookTimeout(PluginError):
+    """A hook didn't answer within ``hook_limit_s``."""
+
+
+class ContractError(PluginError):
+    """A hook answered, but the answer breaks the contract that its docstring states."""
+
+
+class LoweringError(FuseboardError):
+    """A backend claimed a region but can't compile it. Plugins raise this from ``lower``."""
+
+
+class RegionError(FuseboardError):
+    """A region failed and ``on_failure`` says to raise. ``__cause__`` is what went wrong."""

@@ -1,0 +1,178 @@
+"""Every hook, in stage order: the contract with plugin authors.
+
+A plugin is a module (or object) with functions marked ``@fuseboard.hookimpl``, named by an entry
+point of group ``fuseboard``. All hooks run at compile time. An implementation may leave out
+arguments that it doesn't need. What a hook returns is checked against the annotation here; an
+answer of another type is a :class:`~fuseboard.errors.ContractError` that names plugin and hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pluggy
+from torch.fx import GraphModule
+
+from fuseboard.contracts import (
+    BackendInfo,
+    Claim,
+    Decline,
+    Event,
+    FailureAction,
+    Fusion,
+    GraphKind,
+    LoweredRegion,
+    Measurement,
+    Plan,
+    Region,
+    Stage,
+    Verdict,
+)
+
+PROJECT = "fuseboard"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+# --- what a plugin is ---------------------------------------------------------------------------
+
+
+@hookspec
+def fuseboard_backend() -> BackendInfo | None:
+    """Describe this plugin's backend. Called once per process, before any other hook of it.
+
+    None (or no implementation) means that the plugin only takes part in other stages. It must
+    not import the engine if that is slow: say ``available=False`` with a reason and a pip line
+    when it can't be found.
+    """
+
+
+# --- capture ------------------------------------------------------------------------------------
+
+
+@hookspec
+def fuseboard_decompositions(kind: GraphKind, options: Any) -> dict[Any, Callable[..., Any]] | None:
+    """Name the ops to decompose before ``kind`` graphs reach this backend.
+
+    For ``joint`` graphs the answer of the first training backend in order decides the level at
+    which AOTAutograd captures. Other graphs are captured undecomposed, and each region is
+    retraced under its backend's table. None means none.
+    """
+
+
+# --- fuse ---------------------------------------------------------------------------------------
+
+
+@hookspec
+def fuseboard_fuse(
+    graph: GraphModule, kind: GraphKind, region: Region | None, options: Any
+) -> list[Fusion] | None:
+    """Offer rewrites of a graph or a region.
+
+    Called first with ``region=None`` on each joint and inference graph as a whole, for every
+    plugin in order; then once per region, for the region's own backend, with ``graph`` being
+    ``region.graph``. Rewrites must keep results, strides and ``meta["val"]``. Whatever they
+    make to depend on static inputs alone (a packed weight, a folded batch norm) the board
+    hoists out of the calls.
+    """
+
+
+# --- partition ----------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def fuseboard_partition_joint(
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    memory_budget: float,
+    keywords: dict[str, Any],
+) -> tuple[GraphModule, GraphModule] | None:
+    """Split a joint graph into forward and backward.
+
+    The forward returns its outputs and then what it saves; the backward takes (symbolic ints,
+    saved, tangents), as torch's partitioners do. ``memory_budget`` runs from 0 (recompute all)
+    to 1 (save all that min-cut would). ``keywords`` are further ones that AOTAutograd passed.
+    """
+
+
+@hookspec
+def fuseboard_claim(
+    graph: GraphModule, kind: GraphKind, options: Any
+) -> list[Claim | Decline] | None:
+    """Say which nodes this backend can run, and decline the others with reasons.
+
+    It may over-claim: the board arbitrates. A node that is neither claimed nor declined counts
+    as declined without a reason. ``graph`` is a copy that must not be changed.
+    """
+
+
+@hookspec(firstresult=True)
+def fuseboard_plan(
+    graph: GraphModule,
+    kind: GraphKind,
+    claims: dict[str, list[Claim | Decline]],
+    backends: Sequence[BackendInfo],
+) -> Plan | None:
+    """Decide which backend runs each node.
+
+    ``claims`` and ``backends`` are in order of priority; the last backend is always ``eager``,
+    which claims everything. The answer must be the same on every rank: it may depend on the
+    arguments only.
+    """
+
+
+# --- lower --------------------------------------------------------------------------------------
+
+
+@hookspec
+def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion | None:
+    """Compile one region, or return None to decline it after all.
+
+    Called once per signature, on the plugin that the plan chose, after its fusions and with
+    constants hoisted. ``inputs`` are fake tensors and SymInts in placeholder order; the tracing
+    context is active, so guards are recorded.
+
+    :raises LoweringError: the plugin claimed the region but can't compile it.
+    """
+
+
+# --- profile ------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def fuseboard_verify(
+    region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]
+) -> Verdict | None:
+    """Judge the first real outputs of a lowered region.
+
+    ``expected`` are the fake outputs of the region as captured. The default checks count, type,
+    dtype, shape, strides, and that outputs share storage only where the captured graph's do.
+    """
+
+
+@hookspec(firstresult=True)
+def fuseboard_measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement] | None:
+    """Time calls in turn (never one after the other's end) within ``budget_s`` seconds.
+
+    One measurement per call, in order. The default interleaves rounds and reports quartiles.
+    """
+
+
+# --- when something goes wrong, and for observers -----------------------------------------------
+
+
+@hookspec(firstresult=True)
+def fuseboard_on_failure(
+    region: str, plugin: str, stage: Stage, error: BaseException
+) -> FailureAction | None:
+    """Choose what happens after a failure: ``raise``, the ``next`` backend, or ``eager``.
+
+    The default answers with the setting ``on_failure``.
+    """
+
+
+@hookspec
+def fuseboard_event(event: Event) -> None:
+    """Observe a compile. An observer that raises is reported and can't break the compile."""

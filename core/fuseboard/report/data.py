@@ -1,0 +1,119 @@
+"""What happened, as data. Filled while a graph is compiled; trips may be added when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuseboard.contracts import GraphKind, Trip
+
+#: How many graphs are remembered. A report holds strings and numbers only, never a tensor.
+REMEMBERED_GRAPHS = 256
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One op of a graph as captured: where it runs and why.
+
+    :ivar declined: backend name → its reason, for each backend before the chosen one.
+    """
+
+    name: str
+    op: str
+    backend: str
+    region: str
+    reason: str
+    source: str = ""
+    declined: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """One rewrite. ``number`` counts through the whole graph and is what ``fuse_skip`` takes."""
+
+    number: int
+    name: str
+    plugin: str
+    nodes: tuple[str, ...]
+    applied: bool
+
+
+@dataclass
+class RegionReport:
+    """One region: the backend that runs it, what is in it, what its compile took.
+
+    :ivar same_as: the name of the region whose lowered code it shares, or "".
+    :ivar hoisted: how many values were hoisted out of its calls.
+    """
+
+    name: str
+    backend: str
+    ops: dict[str, int]
+    sources: tuple[str, ...] = ()
+    whole: bool = False
+    signature: str = ""
+    same_as: str = ""
+    fusions: list[FusionReport] = field(default_factory=list)
+    hoisted: int = 0
+    notes: list[str] = field(default_factory=list)
+    lower_s: float = 0.0
+
+
+@dataclass
+class GraphReport:
+    """One graph that AOTAutograd gave to the board.
+
+    :ivar name: such as ``inference0``; counts up through the process.
+    :ivar frame: Dynamo's compile id and the user's function, such as ``0/1 forward``.
+    :ivar seconds: stage → wall-clock seconds.
+    """
+
+    name: str
+    kind: GraphKind
+    frame: str = ""
+    nodes: list[NodeReport] = field(default_factory=list)
+    regions: list[RegionReport] = field(default_factory=list)
+    fusions: list[FusionReport] = field(default_factory=list)
+    trips: list[Trip] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+class Ledger:
+    """The reports of this process, newest last, bounded."""
+
+    def __init__(self) -> None:
+        self._graphs: deque[GraphReport] = deque(maxlen=REMEMBERED_GRAPHS)
+        self._listeners: list[list[GraphReport]] = []
+
+    def add(self, graph: GraphReport) -> None:
+        self._graphs.append(graph)
+        for listener in self._listeners:
+            listener.append(graph)
+
+    def graphs(self) -> list[GraphReport]:
+        return list(self._graphs)
+
+    def clear(self) -> None:
+        self._graphs.clear()
+
+    @contextmanager
+    def collect(self) -> Iterator[list[GraphReport]]:
+        """The graphs that are added while the context is open."""
+        collected: list[GraphReport] = []
+        self._listeners.append(collected)
+        try:
+            yield collected
+        finally:
+            self._listeners.remove(collected)
+
+
+ledger = Ledger()
