@@ -1,0 +1,373 @@
+"""One settings model, and where each value of it came from.
+
+Later wins; ``stages`` and ``plugins`` are merged key by key: defaults, ``[tool.fuseboard]`` of the
+nearest pyproject.toml, the nearest fuseboard.toml, ``FUSEBOARD_*`` in the environment,
+``with fuseboard.settings(...)``, ``torch.compile(mode=...)``, ``torch.compile(options={...})``.
+
+The model is checked here; what only the installed plugins can tell (do they exist, are their
+options right) is checked by :meth:`fuseboard.board.Board.session`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import _GeneratorContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_settings import BaseSettings
+
+from fuseboard.config_sources import (
+    RawSource,
+    environment_variables,
+    find_upwards,
+    nearest,
+    read_environment,
+    read_toml_file,
+)
+from fuseboard.errors import SettingsError
+
+#: The stages that ``stages`` may override: the hooks of which the first answer counts.
+STAGES = ("measure", "on_failure", "partition_joint", "plan", "verify")
+
+#: What ``mode`` selects: an overlay just below the source that chose it.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "max-autotune": {"plugins": {"inductor": {"max_autotune": True}}},
+    "max-autotune-no-cudagraphs": {"plugins": {"inductor": {"max_autotune": True}}},
+}
+
+_TABLES = ("stages", "plugins")
+
+
+def _setting(default: Any, allowed: str, description: str, **constraints: Any) -> Any:
+    """A field; ``allowed`` completes the sentence "Allowed: ..." in an error."""
+    extra = {"allowed": allowed}
+    return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+class Settings(BaseModel):
+    """A snapshot of every setting. :meth:`origin` says where a value was set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backends: tuple[str, ...] | None = _setting(
+        None,
+        "a list of at least one plugin name, such as ['mkldnn', 'eager'], each named once",
+        "Which backends, in order of priority. Unset: every available one, those that compile "
+        "quickly first, eager last.",
+        min_length=1,
+    )
+    block: tuple[str, ...] = _setting(
+        (),
+        "a list of plugin names, such as ['tvm']",
+        "Plugins that take no part; they are not even imported.",
+    )
+    policy: Literal["priority"] = _setting(
+        "priority",
+        "'priority'",
+        "How a node's backend is chosen: 'priority' takes the first that gains by it.",
+    )
+    on_failure: Literal["raise", "next", "eager"] = _setting(
+        "next",
+        "'raise', 'next', 'eager'",
+        "What follows a plugin's failure: raise it, try the next backend, or run eager.",
+    )
+    mode: Literal["default", "max-autotune", "max-autotune-no-cudagraphs"] = _setting(
+        "default",
+        ", ".join(map(repr, PRESETS)),
+        "A preset of other settings, as in torch.compile(mode=...).",
+    )
+    random: Literal["eager", "fast"] = _setting(
+        "eager",
+        "'eager', 'fast'",
+        "Random numbers: those that eager draws from the same seed, or whichever are fastest.",
+    )
+    memory_budget: float = _setting(
+        1.0,
+        "a number from 0 to 1",
+        "What training may save for the backward: 0 recomputes all, 1 saves all that min-cut "
+        "would.",
+        ge=0,
+        le=1,
+    )
+    hoist: bool = _setting(
+        True,
+        "true or false",
+        "Compute what depends on weights alone once, and again when a weight changes.",
+    )
+    max_weight_sets: int = _setting(
+        64,
+        "a whole number from 1",
+        "How many sets of weights one compiled graph keeps prepared values for.",
+        ge=1,
+    )
+    hook_limit_s: float = _setting(
+        900.0,
+        "a finite number of seconds above 0",
+        "How long one call of a plugin's hook may take.",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    fuse_limit: int | None = _setting(
+        None,
+        "a whole number from 0",
+        "Apply only the first so many fusions of each graph: halve it to find a bad one.",
+        ge=0,
+    )
+    fuse_skip: tuple[int, ...] = _setting(
+        (),
+        "a list of whole numbers, such as [3, 7]",
+        "Numbers of fusions to leave out, as the report numbers them.",
+    )
+    stages: dict[str, str] = _setting(
+        {},
+        "for each stage a plugin's name or a path package.module:function",
+        "Who decides a stage, before the plugins are asked: " + ", ".join(STAGES) + ".",
+    )
+    plugins: dict[str, dict[str, Any]] = _setting(
+        {},
+        "a table of options for each plugin, such as plugins.inductor.max_autotune = true",
+        "Each plugin's own options.",
+    )
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted key was set, such as ``plugins.inductor.max_autotune``.
+
+        :raises SettingsError: there is no such setting.
+        """
+        if key in self._origins:
+            return self._origins[key]
+        head = key.partition(".")[0]
+        if head not in type(self).model_fields or (key != head and head not in _TABLES):
+            raise SettingsError(_unknown_key(key))
+        inside = {where for k, where in self._origins.items() if k.startswith(f"{key}.")}
+        return ", ".join(sorted(inside)) or "default"
+
+
+class _FromEnvironment(BaseSettings, Settings):
+    """The same fields, in the form that pydantic-settings' reader of the environment takes."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Checked values from one place, and for each dotted key where it was set."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """One line of ``fuseboard settings``."""
+
+    key: str
+    value: Any
+    origin: str
+    description: str
+
+
+# --- from raw values to a layer -----------------------------------------------------------------
+
+
+def check(source: RawSource) -> Layer:
+    """A source's values, checked against the model.
+
+    :raises SettingsError: names every problem of the source, one a line.
+    """
+    values, problems = _nest(source)
+    problems += _unknown_stages(values, source)
+    if not problems:
+        try:
+            model = Settings.model_validate(values, strict=not source.text)
+        except ValidationError as error:
+            problems = [_problem(e["loc"], values, source) for e in error.errors()]
+    if problems:
+        raise SettingsError("\n".join(dict.fromkeys(problems)))
+    checked = {name: getattr(model, name) for name in model.model_fields_set}
+    return Layer(checked, {key: source.where(key) for key, _ in _leaves(checked)})
+
+
+def _nest(source: RawSource) -> tuple[dict[str, Any], list[str]]:
+    """Values with dotted keys unfolded, lists as tuples; and a problem for each unknown key."""
+    values: dict[str, Any] = {}
+    problems = []
+    for key, value in source.values.items():
+        head, *rest = str(key).split(".", 2)
+        if head not in Settings.model_fields or (rest and head not in _TABLES):
+            where = source.where(str(key))
+            problems.append(f"{key} = {value!r}: {_unknown_key(str(key))} Set in {where}.")
+            continue
+        for part in reversed(".".join(rest).split(".", 0 if head == "stages" else 1)):
+            value = {part: value} if part else value
+        value = tuple(value) if isinstance(value, list) else copy.deepcopy(value)
+        _merge(values, {head: value})
+    return values, problems
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Lay ``values`` over ``into``: tables key by key, a plugin's options too."""
+    for key, value in values.items():
+        old = into.get(key)
+        if key == "plugins" and isinstance(value, dict) and isinstance(old, dict):
+            for plugin, options in value.items():
+                both = isinstance(options, dict) and isinstance(old.get(plugin), dict)
+                old[plugin] = {**old[plugin], **options} if both else options
+        elif key == "stages" and isinstance(value, dict) and isinstance(old, dict):
+            old.update(value)
+        else:
+            into[key] = dict(value) if isinstance(value, dict) else value
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key == "stages":
+            yield from ((f"stages.{stage}", name) for stage, name in value.items())
+        elif key == "plugins":
+            for plugin, options in value.items():
+                yield from ((f"plugins.{plugin}.{k}", v) for k, v in options.items())
+        else:
+            yield key, value
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def _unknown_key(key: str) -> str:
+    names = list(Settings.model_fields)
+    return (
+        f"there is no setting {key!r}.{nearest(key.partition('.')[0], names)} Settings are "
+        f"{', '.join(sorted(names))}; a plugin's option is written plugins.NAME.OPTION."
+    )
+
+
+def _unknown_stages(values: Mapping[str, Any], source: RawSource) -> list[str]:
+    stages = values.get("stages")
+    if not isinstance(stages, dict):
+        return []
+    return [
+        f"stages.{stage} = {name!r}: there is no stage {stage!r} to override."
+        f"{nearest(stage, STAGES)} Stages are {', '.join(STAGES)}. "
+        f"Set in {source.where(f'stages.{stage}')}."
+        for stage, name in stages.items()
+        if stage not in STAGES
+    ]
+
+
+def _problem(loc: tuple[int | str, ...], values: Mapping[str, Any], source: RawSource) -> str:
+    """One line for one error of pydantic's: key, value, what is allowed, where it was set."""
+    field = str(loc[0])
+    key, value = field, values[field]
+    if field in _TABLES and isinstance(value, dict) and len(loc) > 1:
+        key, value = f"{field}.{loc[1]}", value.get(loc[1])
+    where = source.where(key)
+    if field == "mode" and value == "reduce-overhead":
+        return (
+            "mode = 'reduce-overhead': CUDA graphs, which this mode stands for, aren't part of "
+            f"this release. Modes are {', '.join(map(repr, PRESETS))}. Set in {where}."
+        )
+    info = Settings.model_fields[field]
+    extra = info.json_schema_extra
+    allowed = extra["allowed"] if isinstance(extra, dict) else ""
+    choices = [c for c in get_args(info.annotation) if isinstance(c, str)]
+    return f"{key} = {value!r}: allowed: {allowed}.{nearest(value, choices)} Set in {where}."
+
+
+# --- the sources in order -----------------------------------------------------------------------
+
+_file_layers: dict[Path, tuple[tuple[int, int], Layer | None]] = {}
+_context: ContextVar[tuple[Layer, ...]] = ContextVar("fuseboard_settings", default=())
+
+
+def _file_layer(path: Path | None, table: tuple[str, ...] = ()) -> Layer | None:
+    if path is None:
+        return None
+    stat = path.stat()
+    stamp = (stat.st_mtime_ns, stat.st_size)
+    cached = _file_layers.get(path)
+    if cached is None or cached[0] != stamp:
+        source = read_toml_file(path, table)
+        cached = _file_layers[path] = (stamp, check(source) if source else None)
+    return cached[1]
+
+
+@lru_cache(maxsize=8)
+def _environment_layer(variables: tuple[tuple[str, str], ...]) -> Layer | None:
+    source = read_environment(_FromEnvironment, variables)
+    return check(source) if source else None
+
+
+def _given_layer(values: Mapping[str, Any], where: str) -> Layer:
+    return check(RawSource(values, lambda key: where))
+
+
+def resolve(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Settings:
+    """The settings that hold now, as a snapshot.
+
+    ``options`` and ``mode`` are what ``torch.compile`` was given. Keys of ``options`` may be
+    dotted (``"plugins.inductor.max_autotune"``), and ``"mode"`` is accepted among them, since
+    torch refuses the two keywords together.
+
+    :raises SettingsError: a key or value is wrong; says where it was set and what is allowed.
+    """
+    found = [
+        _file_layer(find_upwards("pyproject.toml"), ("tool", "fuseboard")),
+        _file_layer(find_upwards("fuseboard.toml")),
+        _environment_layer(environment_variables()),
+        *_context.get(),
+        _given_layer({"mode": mode}, "torch.compile(mode=)") if mode is not None else None,
+        _given_layer(options, "torch.compile(options=)") if options else None,
+    ]
+    layers = [layer for layer in found if layer is not None]
+    for place in reversed(range(len(layers))):
+        chosen = layers[place].values.get("mode")
+        if chosen is not None:
+            layers.insert(place, _given_layer(PRESETS[chosen], f"mode={chosen!r}"))
+            break
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        _merge(values, copy.deepcopy(dict(layer.values)))
+        origins.update(layer.origins)
+    settings = Settings.model_construct(**values)  # each layer was checked on its own
+    settings._origins.update(origins)
+    return settings
+
+
+def settings(**overrides: Any) -> _GeneratorContextManager[None]:
+    """Settings for the ``torch.compile`` calls whose graphs are compiled inside the context.
+
+    ``with fuseboard.settings(backends=["eager"]):``, or as a decorator. Contexts nest. Compiled
+    code keeps the settings that it was compiled under; a new thread starts without them.
+
+    :raises SettingsError: at once, for a wrong key or value.
+    """
+    return _applied(_given_layer(overrides, "fuseboard.settings(...)"))
+
+
+@contextmanager
+def _applied(layer: Layer) -> Iterator[None]:
+    token = _context.set((*_context.get(), layer))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def describe(settings: Settings | None = None) -> list[SettingRow]:
+    """Every setting with its value, where it was set and what it is for."""
+    settings = resolve() if settings is None else settings
+    rows = []
+    for name, info in Settings.model_fields.items():
+        value = getattr(settings, name)
+        leaves = list(_leaves({name: value})) or [(name, value)]
+        text = info.description or ""
+        rows += [SettingRow(key, leaf, settings.origin(key), text) for key, leaf in leaves]
+    return rows
