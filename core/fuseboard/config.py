@@ -47,7 +47,7 @@ _TABLES = ("stages", "plugins")
 
 def _setting(default: Any, allowed: str, description: str, **constraints: Any) -> Any:
     """A field; ``allowed`` completes the sentence "Allowed: ..." in an error."""
-    extra = {"allowed": allowed}
+    extra: dict[str, Any] = {"allowed": allowed}
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
@@ -152,7 +152,7 @@ class Settings(BaseModel):
         return ", ".join(sorted(inside)) or "default"
 
 
-class _FromEnvironment(BaseSettings, Settings):
+class _FromEnvironment(BaseSettings, Settings):  # type: ignore[misc] # model_config: merged
     """The same fields, in the form that pydantic-settings' reader of the environment takes."""
 
 

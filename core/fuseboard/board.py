@@ -1,0 +1,270 @@
+"""The board: finds, orders, blocks and quarantines plugins, and opens sessions on them.
+
+A plugin that can't be imported or breaks a rule is *quarantined* with the reason and doesn't
+touch the others; only who names it gets the error. Calls of hooks go through a
+:class:`~fuseboard.session.Session`, which holds one snapshot of the settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+from fuseboard.config import Settings, resolve
+from fuseboard.config_sources import nearest
+from fuseboard.deadline import deadline
+from fuseboard.errors import FuseboardError, RegistrationError
+from fuseboard.registration import Entry, PluginState, State, examine, in_default_order
+from fuseboard.session import Session
+
+__all__ = ["Board", "PluginState", "Session", "board", "register", "unregister"]
+
+log = logging.getLogger("fuseboard")
+
+GROUP = "fuseboard"
+BUILT_IN = {"eager": "fuseboard.lower.eager", "defaults": "fuseboard.defaults"}
+#: How long ``register`` waits for a plugin's description of itself.
+REGISTER_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A plugin that was found and not imported yet."""
+
+    name: str
+    version: str
+    source: str
+    load: Callable[[], object]
+
+    def state(self, state: State, reason: str) -> PluginState:
+        return PluginState(self.name, self.version, self.source, state=state, reason=reason)
+
+
+class Board:
+    """A registry of plugins. The process has one, :data:`board`; tests make their own.
+
+    :param entry_points: finds the plugins of installed distributions; asked once, on first use.
+    :param built_in: name → module of the plugins that come with the board.
+    """
+
+    def __init__(
+        self,
+        entry_points: Callable[[], Iterable[metadata.EntryPoint]] | None = None,
+        built_in: Mapping[str, str] = BUILT_IN,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._find = entry_points or (lambda: metadata.entry_points(group=GROUP))
+        self._built_in = dict(built_in)
+        self._pending: dict[str, _Pending] | None = None
+        self._entries: dict[str, Entry] = {}
+        self._duplicates: list[PluginState] = []
+
+    # --- finding and loading --------------------------------------------------------------------
+
+    def _discover(self) -> dict[str, _Pending]:
+        """Everything that is installed, by name; nothing is imported yet."""
+        if self._pending is None:
+            self._pending = {}
+            version = _version("fuseboard")
+            for name, module in self._built_in.items():
+                load = _importer(module)
+                self._pending[name] = _Pending(name, version, "built in", load)
+            for point in self._find():
+                self._add_entry_point(point, self._pending)
+        return self._pending
+
+    def _add_entry_point(self, point: metadata.EntryPoint, pending: dict[str, _Pending]) -> None:
+        dist = point.dist
+        found = _Pending(
+            point.name,
+            dist.version if dist else "",
+            f"entry point of {dist.name}" if dist else f"entry point {point.value}",
+            point.load,
+        )
+        first = pending.get(point.name)
+        known = first.source if first else ""
+        if not known and point.name in self._entries:
+            known = self._entries[point.name].state.source
+        if not known:
+            pending[point.name] = found
+            return
+        reason = (
+            f"the name {point.name!r} is taken ({known}); "
+            "uninstall one of the two, or ask its author to rename the entry point"
+        )
+        self._duplicates.append(found.state("quarantined", reason))
+        log.warning("fuseboard: plugin %r, %s: %s", point.name, found.source, reason)
+
+    def _load(self, blocked: Iterable[str], limit_s: float) -> None:
+        """Import what is pending, one by one, but for what is blocked."""
+        pending = self._discover()
+        for name in [n for n in pending if n not in set(blocked)]:
+            found = pending.pop(name, None)  # taken out first: the import may come back here
+            if found is None:
+                continue
+            try:
+                self._entries[name] = self._load_one(found, limit_s)
+            except BaseException:  # KeyboardInterrupt and the like: as if it had not been tried
+                pending[name] = found
+                raise
+
+    def _load_one(self, found: _Pending, limit_s: float) -> Entry:
+        def late() -> Exception:
+            return RegistrationError(f"plugin {found.name!r}: its import took over {limit_s:g} s")
+
+        try:
+            with deadline(limit_s, late):
+                plugin = found.load()
+            return self._admit(plugin, found, limit_s)
+        except Exception as error:
+            text = str(error).removeprefix(f"plugin {found.name!r}: ")
+            known = isinstance(error, FuseboardError)
+            reason = text if known else f"its import raised {type(error).__name__}: {text}"
+            log.warning("fuseboard: plugin %r is quarantined: %s", found.name, reason)
+            return Entry(found.state("quarantined", reason), error=error)
+
+    def _admit(self, plugin: object, found: _Pending, limit_s: float) -> Entry:
+        """Examine a plugin, and say in which state it is."""
+        examined = examine(plugin, found.name, limit_s)
+        for name, entry in self._entries.items():
+            if entry.plugin is plugin:
+                problem = f"the same object is registered as {name!r}"
+                raise RegistrationError(f"plugin {found.name!r}: {problem}")
+        info = examined.info
+        state = replace(
+            found.state("ready", ""),
+            stages=examined.stages,
+            devices=tuple(sorted(info.device_types)) if info else (),
+        )
+        if info is not None and not info.available:
+            reason = info.reason or "it gave no reason"
+            state = replace(state, state="unavailable", reason=reason)
+        return Entry(state, plugin, examined)
+
+    # --- registering at run time ----------------------------------------------------------------
+
+    def register(self, plugin: object, name: str | None = None) -> None:
+        """Add a plugin at run time; it needs no entry point.
+
+        :param name: what its backend calls itself, or else the module's name, if not given.
+        :raises RegistrationError: the name is taken, or the plugin breaks a rule.
+        """
+        with self._lock:
+            pending = self._discover()
+            examined = examine(plugin, name, REGISTER_LIMIT_S)
+            own = examined.info.name if examined.info else getattr(plugin, "__name__", None)
+            name = name or own
+            if not name:
+                raise RegistrationError(
+                    f"a plugin of type {type(plugin).__name__} without a backend has no name of "
+                    f"its own; pass register(plugin, name=...)"
+                )
+            if name in pending or name in self._entries:
+                taken = (
+                    pending[name].source if name in pending else self._entries[name].state.source
+                )
+                raise RegistrationError(
+                    f"the name {name!r} is taken ({taken}); pass another one, or call "
+                    f"fuseboard.unregister({name!r}) first"
+                )
+            version = str(getattr(plugin, "__version__", ""))
+            found = _Pending(name, version, "registered at run time", lambda: plugin)
+            self._entries[name] = self._admit(plugin, found, REGISTER_LIMIT_S)
+
+    def unregister(self, name: str) -> None:
+        """Take a plugin off the board. What was compiled with it goes on working.
+
+        :raises RegistrationError: there is no such plugin, or it is built in.
+        """
+        with self._lock:
+            pending = self._discover()
+            if name in self._built_in:
+                raise RegistrationError(f"plugin {name!r} is built in and can't be taken off")
+            if name not in pending and name not in self._entries:
+                names = self.names()
+                raise RegistrationError(
+                    f"there is no plugin {name!r}.{nearest(name, names)} "
+                    f"Plugins are {', '.join(names)}"
+                )
+            pending.pop(name, None)
+            self._entries.pop(name, None)
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Every plugin that is installed or registered, loaded or not, sorted."""
+        with self._lock:
+            return sorted({*self._discover(), *self._entries})
+
+    def states(self, settings: Settings | None = None) -> list[PluginState]:
+        """What is on the board under these settings: backends in their order, then the rest."""
+        settings = resolve() if settings is None else settings
+        with self._lock:
+            self._load(settings.block, settings.hook_limit_s)
+            states = [self._state(entry.state, settings) for entry in self._entries.values()]
+            states += [p.state("blocked", _blocked(settings)) for p in self._discover().values()]
+            backends = [entry.info for entry in self._entries.values() if entry.info is not None]
+            order = {info.name: place for place, info in enumerate(in_default_order(backends))}
+            order |= {name: place - 10_000 for place, name in enumerate(settings.backends or ())}
+            states.sort(key=lambda s: (s.state == "quarantined", order.get(s.name, 10_000), s.name))
+            return [*states, *self._duplicates]
+
+    def _state(self, state: PluginState, settings: Settings) -> PluginState:
+        if state.name in settings.block and state.name not in self._built_in:
+            return replace(state, state="blocked", reason=_blocked(settings))
+        return state
+
+    def session(self, settings: Settings) -> Session:
+        """The plugins under one snapshot of the settings, checked against what is installed.
+
+        :raises SettingsError: the settings name what isn't there, or an option is wrong.
+        :raises RegistrationError: the settings name a plugin that is quarantined.
+        """
+        with self._lock:
+            self._load(settings.block, settings.hook_limit_s)
+            known = {
+                p.name: p.state("blocked", _blocked(settings)) for p in self._discover().values()
+            }
+            known |= {n: self._state(e.state, settings) for n, e in self._entries.items()}
+            return Session(settings, dict(self._entries), known)
+
+
+def _blocked(settings: Settings) -> str:
+    return f"named by the setting 'block', set in {settings.origin('block')}"
+
+
+def _importer(module: str) -> Callable[[], Any]:
+    return lambda: importlib.import_module(module)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # run from a source tree that was not installed
+        return ""
+
+
+board = Board()
+
+
+def register(plugin: object, name: str | None = None) -> None:
+    """Plug a backend, or any other plugin, into the board of this process.
+
+    :param plugin: a module or object with functions marked ``@fuseboard.hookimpl``.
+    :param name: what its backend calls itself, or else the module's name, if not given.
+    :raises RegistrationError: the name is taken, or the plugin breaks a rule.
+    """
+    board.register(plugin, name)
+
+
+def unregister(name: str) -> None:
+    """Take a plugin off the board of this process.
+
+    :raises RegistrationError: there is no such plugin, or it is built in.
+    """
+    board.unregister(name)

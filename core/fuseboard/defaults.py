@@ -1,0 +1,70 @@
+"""The default stages: a plugin like any other, asked last.
+
+Each default is imported when it is first needed. ``fuseboard_on_failure`` has none here: the
+setting of that name answers, and settings are the session's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fuseboard.contracts import (
+    BackendInfo,
+    Claim,
+    Decline,
+    GraphKind,
+    Measurement,
+    Plan,
+    Region,
+    Verdict,
+)
+from fuseboard.hookspecs import hookimpl
+
+
+@hookimpl
+def fuseboard_partition_joint(
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    memory_budget: float,
+    keywords: dict[str, Any],
+) -> tuple[GraphModule, GraphModule]:
+    """Split by min-cut, within the memory budget."""
+    from fuseboard.partition.joint import split_joint
+
+    return split_joint(joint, inputs, num_fwd_outputs, static_inputs, memory_budget, keywords)
+
+
+@hookimpl
+def fuseboard_plan(
+    graph: GraphModule,
+    kind: GraphKind,
+    claims: dict[str, list[Claim | Decline]],
+    backends: Sequence[BackendInfo],
+) -> Plan:
+    """Place nodes by priority."""
+    from fuseboard.partition.plan import plan_by_priority
+
+    return plan_by_priority(graph, kind, claims, backends)
+
+
+@hookimpl
+def fuseboard_verify(
+    region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]
+) -> Verdict:
+    """Check what values can't show: count, types, shapes, strides, shared storage."""
+    from fuseboard.profile.verify import verify
+
+    return verify(region, expected, result, inputs)
+
+
+@hookimpl
+def fuseboard_measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
+    """Time calls in interleaved rounds."""
+    from fuseboard.profile.measure import measure_calls
+
+    return measure_calls(calls, budget_s)

@@ -1,0 +1,65 @@
+"""Stage overrides that name a function of the user's: ``plan = "mypackage.placement:plan"``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fuseboard.config_sources import nearest
+from fuseboard.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Override:
+    """A function that answers a hook.
+
+    :ivar arguments: the hook's arguments that it takes.
+    """
+
+    path: str
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+
+
+def load_override(path: str, where: str, allowed: Sequence[str]) -> Override:
+    """Import the function, and see which of the hook's ``allowed`` arguments it takes.
+
+    :raises SettingsError: it can't be imported, or takes what the hook doesn't give.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise SettingsError(f"{where}: a path is written package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code: anything may be raised
+        problem = f"importing {module_name!r} raised {type(error).__name__}: {error}"
+        raise SettingsError(f"{where}: {problem}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        near = nearest(name, [n for n in vars(module) if not n.startswith("_")])
+        raise SettingsError(f"{where}: module {module_name!r} has no {name!r}.{near}")
+    if not callable(function):
+        raise SettingsError(f"{where}: {path} is a {type(function).__name__}, not a function")
+    return Override(path, function, _taken(function, where, allowed))
+
+
+def _taken(function: Callable[..., Any], where: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return tuple(allowed)
+    for parameter in parameters:
+        needed = (
+            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+        )
+        if needed and (
+            parameter.name not in allowed or parameter.kind is parameter.POSITIONAL_ONLY
+        ):
+            raise SettingsError(
+                f"{where}: it takes {parameter.name!r}, which isn't passed to it by keyword."
+                f"{nearest(parameter.name, allowed)} It may take: {', '.join(allowed)}."
+            )
+    names = {p.name for p in parameters}
+    return tuple(name for name in allowed if name in names)

@@ -1,0 +1,188 @@
+"""Look at a plugin before it is registered: its hooks, their arguments, what it says of itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pluggy
+
+from fuseboard import hookspecs
+from fuseboard.answers import check_answer
+from fuseboard.config_sources import nearest
+from fuseboard.contracts import BackendInfo
+from fuseboard.deadline import deadline
+from fuseboard.errors import HookTimeout, RegistrationError
+
+#: Hook → the stage that it belongs to, in the order in which stages follow one another.
+STAGE_OF = {
+    "fuseboard_backend": "",
+    "fuseboard_decompositions": "capture",
+    "fuseboard_partition_joint": "partition",
+    "fuseboard_claim": "partition",
+    "fuseboard_plan": "partition",
+    "fuseboard_fuse": "fuse",
+    "fuseboard_lower": "lower",
+    "fuseboard_verify": "profile",
+    "fuseboard_measure": "profile",
+    "fuseboard_on_failure": "failure",
+    "fuseboard_event": "events",
+}
+
+
+State = Literal["ready", "unavailable", "blocked", "quarantined"]
+
+
+@dataclass(frozen=True)
+class PluginState:
+    """One line of ``fuseboard plugins``.
+
+    :ivar source: ``entry point of DIST``, ``registered at run time`` or ``built in``.
+    :ivar stages: the stages whose hooks it implements.
+    :ivar reason: why it is not ready; "" where it is.
+    """
+
+    name: str
+    version: str
+    source: str
+    stages: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    state: State = "ready"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a plugin turned out to be.
+
+    :ivar relay: calls this plugin's hooks and nobody else's. Each plugin has a manager of its
+        own, so a session goes on working after the plugin has been taken off the board.
+    """
+
+    hooks: frozenset[str]
+    relay: pluggy.HookRelay
+    info: BackendInfo | None
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that it takes part in, in order."""
+        return tuple(dict.fromkeys(s for h, s in STAGE_OF.items() if s and h in self.hooks))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A plugin on the board.
+
+    :ivar plugin: None where it is quarantined, and then so is ``examined``.
+    :ivar error: why it is quarantined, for who names it.
+    """
+
+    state: PluginState
+    plugin: object | None = None
+    examined: Examined | None = None
+    error: Exception | None = None
+
+    @property
+    def info(self) -> BackendInfo | None:
+        return self.examined.info if self.examined else None
+
+
+def in_default_order(infos: Iterable[BackendInfo]) -> list[BackendInfo]:
+    """Those that compile quickly first, eager last, by name within a class."""
+    return sorted(infos, key=lambda i: (i.name == "eager", not i.compiles_quickly, i.name))
+
+
+def examine(plugin: object, name: str | None, limit_s: float) -> Examined:
+    """Check a plugin's hooks, and ask what it says of its backend.
+
+    :raises RegistrationError: what is wrong with it, and what to change.
+    """
+    shown = name or getattr(plugin, "__name__", None) or type(plugin).__name__
+    for problem in _problems(plugin):
+        raise RegistrationError(f"plugin {shown!r}: {problem}")
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(plugin, name=shown)
+    except (pluggy.PluginValidationError, ValueError, TypeError) as error:
+        raise RegistrationError(f"plugin {shown!r}: {error}") from error
+    callers = manager.get_hookcallers(plugin) or []
+    hooks = frozenset(caller.name for caller in callers)
+    return Examined(hooks, manager.hook, _describe(manager, shown, name, limit_s))
+
+
+def _describe(
+    manager: pluggy.PluginManager, shown: str, name: str | None, limit_s: float
+) -> BackendInfo | None:
+    """The plugin's answer to ``fuseboard_backend``, checked."""
+    hook = "fuseboard_backend"
+    try:
+        with deadline(limit_s, lambda: HookTimeout(shown, hook, f"no answer in {limit_s:g} s")):
+            answers = manager.hook.fuseboard_backend()
+    except HookTimeout as error:
+        raise RegistrationError(str(error)) from error
+    except Exception as error:
+        problem = f"{hook} raised {type(error).__name__}: {error}"
+        raise RegistrationError(f"plugin {shown!r}: {problem}") from error
+    if not answers:
+        return None
+    info = answers[0]
+    try:
+        check_answer(shown, hook, info, {})
+    except Exception as error:
+        raise RegistrationError(str(error)) from error
+    assert isinstance(info, BackendInfo)
+    if name is not None and info.name != name:
+        raise RegistrationError(
+            f"plugin {name!r}: {hook} calls itself {info.name!r}; the two names must be equal. "
+            f"Rename the entry point (or the argument of register) or BackendInfo.name."
+        )
+    return info
+
+
+def _problems(plugin: object) -> Iterator[str]:
+    """What pluggy would let pass, or say in too few words."""
+    try:
+        hash(plugin)
+    except TypeError:
+        yield f"it is a {type(plugin).__name__}, which can't be hashed; give it a __hash__"
+    implementations = 0
+    for attribute in dir(plugin):
+        function = inspect.getattr_static(plugin, attribute)
+        if isinstance(function, (staticmethod, classmethod)):
+            function = function.__func__
+        if not inspect.isfunction(function):
+            continue
+        options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
+        if options is None:
+            if attribute in STAGE_OF:
+                yield f"{attribute} lacks the decorator @fuseboard.hookimpl, so nobody would call it"
+            continue
+        implementations += 1
+        hook = options.get("specname") or attribute
+        if hook not in STAGE_OF and not options.get("optionalhook"):
+            known = ", ".join(STAGE_OF)
+            yield f"there is no hook {hook!r}.{nearest(hook, STAGE_OF)} Hooks are {known}."
+        elif hook in STAGE_OF:
+            yield from _argument_problems(hook, function)
+    if not implementations:
+        yield "it implements no hook; decorate functions of it with @fuseboard.hookimpl"
+
+
+def _argument_problems(hook: str, function: Any) -> Iterator[str]:
+    allowed = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in allowed:
+            if parameter.default is not parameter.empty:
+                yield (
+                    f"argument {parameter.name!r} of {hook} has a default, so pluggy would never "
+                    f"fill it; leave the default out"
+                )
+        elif parameter.name not in ("self", "cls") and parameter.default is parameter.empty:
+            takes = ", ".join(allowed) or "none"
+            yield (
+                f"{hook} has no argument {parameter.name!r}.{nearest(parameter.name, allowed)} "
+                f"Its arguments are: {takes}"
+            )

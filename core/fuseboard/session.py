@@ -1,0 +1,304 @@
+"""The board under one snapshot of the settings: which plugins take part, and calls of their hooks.
+
+Settings that only the installed plugins can judge (names of backends, plugins' options, stage
+overrides) are all checked when the session is made, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+from fuseboard import hookspecs
+from fuseboard.answers import check_answer
+from fuseboard.config import Settings
+from fuseboard.config_sources import nearest
+from fuseboard.contracts import BackendInfo, Event
+from fuseboard.deadline import deadline
+from fuseboard.errors import (
+    ContractError,
+    HookTimeout,
+    LoweringError,
+    PluginError,
+    RegistrationError,
+    SettingsError,
+)
+from fuseboard.overrides import Override, load_override
+from fuseboard.plugin_options import plugin_options
+from fuseboard.registration import Entry, PluginState, in_default_order
+
+log = logging.getLogger("fuseboard")
+
+#: Hook → its arguments.
+ARGUMENTS = {
+    name: tuple(inspect.signature(function).parameters)
+    for name, function in vars(hookspecs).items()
+    if name.startswith("fuseboard_")
+}
+
+
+class Session:
+    """What the pipeline sees of the board.
+
+    :ivar settings: the snapshot.
+    :ivar backends: in order of priority; ``eager`` is always among them, at the end unless the
+        user put it elsewhere.
+    :ivar eager_is_fallback_only: the user named backends, and ``eager`` not among them.
+    :ivar notes: what the user should know, such as a named backend that had to be left out.
+    """
+
+    def __init__(
+        self, settings: Settings, entries: Mapping[str, Entry], states: Mapping[str, PluginState]
+    ) -> None:
+        self.settings = settings
+        self.notes: list[str] = []
+        self._entries = entries
+        self._states = states
+        self._muted: set[str] = set()
+        self.backends = tuple(self._choose_backends())
+        self.eager_is_fallback_only = "eager" not in (settings.backends or ("eager",))
+        self._order = self._all_in_order()
+        self._check_block()
+        self._options = self._given_options()
+        self._overrides = {
+            f"fuseboard_{stage}": self._override(stage, target)
+            for stage, target in settings.stages.items()
+        }
+
+    # --- which plugins --------------------------------------------------------------------------
+
+    def _choose_backends(self) -> list[BackendInfo]:
+        infos = {name: e.info for name, e in self._entries.items() if e.info is not None}
+        named = self.settings.backends
+        if named is None:
+            ready = [i for name, i in infos.items() if self._states[name].state == "ready"]
+            chosen = in_default_order(ready)
+        else:
+            chosen = [infos[name] for name in self._usable(named)]
+        if all(info.name != "eager" for info in chosen):
+            self._require("eager", "the board needs it")
+            chosen.append(infos["eager"])
+        return chosen
+
+    def _usable(self, named: tuple[str, ...]) -> list[str]:
+        """The named backends that can be used; it is an error if none but eager is left."""
+        usable, out = [], {}
+        for name in named:
+            where = self._where("backends", list(named))
+            state = self._require(name, where)
+            if state.state != "ready":
+                out[name] = f"{name!r} is {state.state}: {state.reason}"
+            elif self._entries[name].info is None:
+                raise SettingsError(
+                    f"{where}: plugin {name!r} has no backend, it takes part in other stages "
+                    f"({', '.join(state.stages)}) and does so without being named. Leave it out."
+                )
+            else:
+                usable.append(name)
+        if out and not set(usable) - {"eager"}:
+            raise SettingsError(
+                f"{self._where('backends', list(named))}: {'; '.join(out.values())}"
+            )
+        self.notes += [f"left out: {problem}" for problem in out.values()]
+        return usable
+
+    def _require(self, name: str, where: str) -> PluginState:
+        """The state of a plugin that the user named.
+
+        :raises SettingsError: it isn't installed.
+        :raises RegistrationError: it is quarantined; chained to the reason.
+        """
+        state = self._states.get(name)
+        if state is None:
+            backends = sorted(n for n in self._states if n != "defaults")
+            hint = f" Try: pip install 'fuseboard[{name}]'." if name in _extras() else ""
+            raise SettingsError(
+                f"{where}: no plugin named {name!r}.{nearest(name, backends)} "
+                f"Installed: {', '.join(backends)}.{hint}"
+            )
+        if state.state == "quarantined":
+            raise RegistrationError(
+                f"{where}: plugin {name!r} ({state.source}) is quarantined: {state.reason}"
+            ) from self._entries[name].error
+        return state
+
+    def _where(self, key: str, value: Any) -> str:
+        return f"{key} = {value!r}, set in {self.settings.origin(key)}"
+
+    def _all_in_order(self) -> tuple[str, ...]:
+        """Active backends, then plugins without one, the defaults last."""
+        active = [info.name for info in self.backends]
+        others = [
+            name
+            for name, entry in self._entries.items()
+            if entry.info is None and self._states[name].state == "ready"
+        ]
+        return (*active, *sorted(others, key=lambda name: name == "defaults"))
+
+    def _check_block(self) -> None:
+        for name in self.settings.block:
+            where = self._where("block", list(self.settings.block))
+            if name in ("eager", "defaults"):
+                raise SettingsError(
+                    f"{where}: {name!r} is what all else falls back to and can't be blocked."
+                )
+            if name not in self._states:
+                near = nearest(name, self._states)
+                self.notes.append(f"{where}: no plugin named {name!r} is installed.{near}")
+
+    # --- options and overrides ------------------------------------------------------------------
+
+    def _given_options(self) -> dict[str, Any]:
+        """The options of each plugin that the settings give options to."""
+        options: dict[str, Any] = {}
+        for name in self.settings.plugins:
+            origin = self.settings.origin(f"plugins.{name}")
+            if name not in self._states:
+                if origin.startswith("mode="):
+                    continue  # a preset speaks of a plugin that this machine needn't have
+                raise SettingsError(
+                    f"plugins.{name}: no plugin named {name!r}.{nearest(name, self._states)} "
+                    f"Installed: {', '.join(sorted(self._states))}. Set in {origin}."
+                )
+            entry = self._entries.get(name)
+            if entry is not None and entry.examined is not None:
+                options[name] = plugin_options(name, entry.info, self.settings)
+        return options
+
+    def options(self, plugin: str) -> Any:
+        """A backend's options model, filled from the settings; None where it has no options."""
+        if plugin not in self._options:
+            self._options[plugin] = plugin_options(
+                plugin, self._entries[plugin].info, self.settings
+            )
+        return self._options[plugin]
+
+    def _override(self, stage: str, target: str) -> str | Override:
+        """What a stage override means: a plugin's name, or a function of the user's."""
+        where = self._where(f"stages.{stage}", target)
+        hook = f"fuseboard_{stage}"
+        if ":" in target:
+            return load_override(target, where, ARGUMENTS[hook])
+        if target not in self._states:
+            raise SettingsError(
+                f"{where}: {target!r} is neither an installed plugin nor a path "
+                f"package.module:function.{nearest(target, self._states)} "
+                f"Installed: {', '.join(sorted(self._states))}."
+            )
+        state = self._require(target, where)
+        if state.state != "ready":
+            raise SettingsError(f"{where}: {target!r} is {state.state}: {state.reason}")
+        if not self._implements(target, hook):
+            able = sorted(n for n in self._entries if self._implements(n, hook))
+            raise SettingsError(
+                f"{where}: plugin {target!r} has no {hook}. Plugins that have it: "
+                f"{', '.join(able) or 'none'}."
+            )
+        return target
+
+    def _implements(self, plugin: str, hook: str) -> bool:
+        entry = self._entries.get(plugin)
+        return entry is not None and entry.examined is not None and hook in entry.examined.hooks
+
+    # --- calling hooks --------------------------------------------------------------------------
+
+    def call(self, hook: str, plugin: str, /, **arguments: Any) -> Any:
+        """One plugin's answer, checked; None where it doesn't implement the hook.
+
+        ``options`` is filled in where the hook takes it and the caller gave none.
+
+        :raises PluginError: it raised; chained. LoweringError passes as it is.
+        :raises HookTimeout: it took longer than ``hook_limit_s``.
+        :raises ContractError: it answered with the wrong thing.
+        """
+        if not self._implements(plugin, hook):
+            return None
+        examined = self._entries[plugin].examined
+        assert examined is not None
+        if "options" in ARGUMENTS[hook] and "options" not in arguments:
+            arguments["options"] = self.options(plugin)
+        caller = getattr(examined.relay, hook)
+
+        def ask() -> Any:
+            answer = caller(**arguments)
+            if caller.spec.opts.get("firstresult"):
+                return answer
+            return answer[0] if answer else None
+
+        return self._guarded(plugin, hook, ask, arguments)
+
+    def _guarded(
+        self, plugin: str, hook: str, ask: Callable[[], Any], arguments: Mapping[str, Any]
+    ) -> Any:
+        """Run a plugin's code within its limit, and check what comes out."""
+        limit_s = self.settings.hook_limit_s
+
+        def late() -> Exception:
+            origin = self.settings.origin("hook_limit_s")
+            problem = f"no answer within hook_limit_s = {limit_s:g} (set in {origin})"
+            return HookTimeout(plugin, hook, problem)
+
+        try:
+            with deadline(limit_s, late):
+                answer = ask()
+                if answer is not None:
+                    check_answer(plugin, hook, answer, arguments)
+        except (LoweringError, HookTimeout, ContractError):
+            raise
+        except Exception as error:
+            problem = f"it raised {type(error).__name__}: {error}"
+            raise PluginError(plugin, hook, problem) from error
+        return answer
+
+    def first(self, hook: str, /, **arguments: Any) -> tuple[str, Any]:
+        """Who answered first, and what: the override of settings, then plugins in order.
+
+        An override that returns None leaves the decision to the plugins. Raises as :meth:`call`.
+        """
+        override = self._overrides.get(hook)
+        if isinstance(override, Override):
+            given = {name: arguments[name] for name in override.arguments}
+            function = override.function
+            answer = self._guarded(override.path, hook, lambda: function(**given), arguments)
+            if answer is not None:
+                return override.path, answer
+        order = self._order
+        if isinstance(override, str):
+            order = (override, *(name for name in order if name != override))
+        for plugin in order:
+            answer = self.call(hook, plugin, **arguments)
+            if answer is not None:
+                return plugin, answer
+        if hook == "fuseboard_on_failure":
+            return "settings", self.settings.on_failure
+        raise ContractError("defaults", hook, "nobody answered, the default neither")
+
+    def each(self, hook: str, /, **arguments: Any) -> list[tuple[str, Any]]:
+        """Every active plugin's answer, in order; without those that don't implement the hook."""
+        return [
+            (plugin, self.call(hook, plugin, **arguments))
+            for plugin in self._order
+            if self._implements(plugin, hook)
+        ]
+
+    def notify(self, event: Event) -> None:
+        """Tell the observers. One that raises is named in ``notes`` and the log, once."""
+        for plugin in self._order:
+            try:
+                self.call("fuseboard_event", plugin, event=event)
+            except Exception as error:
+                if plugin not in self._muted:
+                    self._muted.add(plugin)
+                    self.notes.append(str(error))
+                    log.warning("fuseboard: %s", error)
+
+
+def _extras() -> list[str]:
+    """The extras that the installed distribution declares."""
+    try:
+        return metadata.metadata("fuseboard").get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:  # run from a source tree that was not installed
+        return []
