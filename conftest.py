@@ -1,0 +1,32 @@
+"""What every test runs under: own caches, no settings of the machine, a fresh Dynamo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+
+# Before torch is imported: Inductor reads its cache's place once. Compiled code in the user's own
+# cache may come from another torch or from a bug since fixed; `make clean` removes this one.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ROOT / "build" / "inductor-cache")
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Settings of whoever runs the tests would change what is tested.
+for _name in [name for name in os.environ if name.startswith("FUSEBOARD_")]:
+    del os.environ[_name]
+
+import pytest  # noqa: E402  # after the environment is set
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """No test meets code, seeds or a precision that another one left behind."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    yield
+    assert torch.is_grad_enabled() == grad, "the test left autograd switched"
+    assert torch.get_default_dtype() == dtype, "the test left another default dtype"
+    torch._dynamo.reset()
