@@ -10,7 +10,6 @@ options right) is checked by :meth:`fuseboard.board.Board.session`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import _GeneratorContextManager, contextmanager
 from contextvars import ContextVar
@@ -19,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import BaseSettings
 
 from fuseboard.config_sources import (
@@ -65,7 +64,7 @@ class Settings(BaseModel):
     )
     block: tuple[str, ...] = _setting(
         (),
-        "a list of plugin names, such as ['tvm']",
+        "a list of plugin names, such as ['tvm'], each named once",
         "Plugins that take no part; they are not even imported.",
     )
     policy: Literal["priority"] = _setting(
@@ -107,6 +106,12 @@ class Settings(BaseModel):
         "How many sets of weights one compiled graph keeps prepared values for.",
         ge=1,
     )
+    verify: Literal["choice", "always", "off"] = _setting(
+        "choice",
+        "'choice', 'always', 'off'",
+        "When a region's outputs are held against its contract: on the first call, on every call "
+        "(its inputs too, for debugging), or never.",
+    )
     hook_limit_s: float = _setting(
         900.0,
         "a finite number of seconds above 0",
@@ -135,6 +140,13 @@ class Settings(BaseModel):
         "a table of options for each plugin, such as plugins.inductor.max_autotune = true",
         "Each plugin's own options.",
     )
+
+    @field_validator("backends", "block")
+    @classmethod
+    def _named_once(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError("a plugin is named twice")
+        return names
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -200,16 +212,27 @@ def _nest(source: RawSource) -> tuple[dict[str, Any], list[str]]:
     values: dict[str, Any] = {}
     problems = []
     for key, value in source.values.items():
-        head, *rest = str(key).split(".", 2)
+        head, _, rest = str(key).partition(".")
         if head not in Settings.model_fields or (rest and head not in _TABLES):
-            where = source.where(str(key))
-            problems.append(f"{key} = {value!r}: {_unknown_key(str(key))} Set in {where}.")
+            problems.append(
+                f"{key} = {value!r}: {_unknown_key(str(key))} {_set_in(source, str(key))}"
+            )
             continue
-        for part in reversed(".".join(rest).split(".", 0 if head == "stages" else 1)):
-            value = {part: value} if part else value
-        value = tuple(value) if isinstance(value, list) else copy.deepcopy(value)
+        value = tuple(value) if isinstance(value, list) else _copied(value)
+        if rest and head == "plugins":
+            plugin, _, option = rest.partition(".")
+            value = {plugin: {option: value} if option else value}
+        elif rest:
+            value = {rest: value}
         _merge(values, {head: value})
     return values, problems
+
+
+def _copied(value: Any) -> Any:
+    """Tables and lists copied, so that nobody's later change reaches a snapshot."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -240,6 +263,10 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 # --- messages -----------------------------------------------------------------------------------
 
 
+def _set_in(source: RawSource, key: str) -> str:
+    return f"Set in {source.where(key)}; correct it there."
+
+
 def _unknown_key(key: str) -> str:
     names = list(Settings.model_fields)
     return (
@@ -255,7 +282,7 @@ def _unknown_stages(values: Mapping[str, Any], source: RawSource) -> list[str]:
     return [
         f"stages.{stage} = {name!r}: there is no stage {stage!r} to override."
         f"{nearest(stage, STAGES)} Stages are {', '.join(STAGES)}. "
-        f"Set in {source.where(f'stages.{stage}')}."
+        f"{_set_in(source, f'stages.{stage}')}"
         for stage, name in stages.items()
         if stage not in STAGES
     ]
@@ -267,17 +294,17 @@ def _problem(loc: tuple[int | str, ...], values: Mapping[str, Any], source: RawS
     key, value = field, values[field]
     if field in _TABLES and isinstance(value, dict) and len(loc) > 1:
         key, value = f"{field}.{loc[1]}", value.get(loc[1])
-    where = source.where(key)
+    where = _set_in(source, key)
     if field == "mode" and value == "reduce-overhead":
         return (
             "mode = 'reduce-overhead': CUDA graphs, which this mode stands for, aren't part of "
-            f"this release. Modes are {', '.join(map(repr, PRESETS))}. Set in {where}."
+            f"this release. Modes are {', '.join(map(repr, PRESETS))}. {where}"
         )
     info = Settings.model_fields[field]
     extra = info.json_schema_extra
     allowed = extra["allowed"] if isinstance(extra, dict) else ""
     choices = [c for c in get_args(info.annotation) if isinstance(c, str)]
-    return f"{key} = {value!r}: allowed: {allowed}.{nearest(value, choices)} Set in {where}."
+    return f"{key} = {value!r}: allowed: {allowed}.{nearest(value, choices)} {where}"
 
 
 # --- the sources in order -----------------------------------------------------------------------
@@ -334,7 +361,7 @@ def resolve(options: Mapping[str, Any] | None = None, mode: str | None = None) -
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:
-        _merge(values, copy.deepcopy(dict(layer.values)))
+        _merge(values, _copied(dict(layer.values)))
         origins.update(layer.origins)
     settings = Settings.model_construct(**values)  # each layer was checked on its own
     settings._origins.update(origins)

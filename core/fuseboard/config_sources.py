@@ -40,8 +40,9 @@ class RawSource:
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """A sentence that suggests the known name nearest to ``name``; "" where none is near."""
-    close = difflib.get_close_matches(str(name).lower(), sorted(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    lowered = {candidate.lower(): candidate for candidate in sorted(known)}
+    close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
+    return f" Did you mean {lowered[close[0]]!r}?" if close else ""
 
 
 # --- TOML files ---------------------------------------------------------------------------------
@@ -99,16 +100,20 @@ class _Environment(EnvSettingsSource):
     """pydantic-settings' reader, which here also takes ``FUSEBOARD_BACKENDS=mkldnn,eager``."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        return _decode(value, sequence=field is not None and "tuple" in str(field.annotation))
+        if "tuple" in str(field.annotation) and not value.lstrip().startswith("["):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return _from_json(value)
 
 
-def _decode(value: str, *, sequence: bool) -> Any:
-    """JSON, or for a sequence names with commas between them; else the text, for the check."""
+def _from_json(value: Any) -> Any:
+    """Text that is a JSON list or table, decoded; anything else as it is, for the check to see."""
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
     try:
         return json.loads(value)
     except ValueError:
-        if sequence and not value.lstrip().startswith(("[", "{")):
-            return [part.strip() for part in value.split(",") if part.strip()]
         return value
 
 
@@ -140,7 +145,7 @@ def read_environment(
     source = _Environment(
         model, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER, case_sensitive=False
     )
-    return RawSource(source(), where, text=True)
+    return RawSource(_from_json(source()), where, text=True)
 
 
 def _check_variable(name: str, value: str, key: str, known: set[str]) -> None:
@@ -148,12 +153,9 @@ def _check_variable(name: str, value: str, key: str, known: set[str]) -> None:
     if head in known and (head == key or head in ("stages", "plugins")):
         return
     variables = {ENV_PREFIX + field.upper() for field in known}
-    near = nearest(head, known)
-    suggestion = re.sub(r"'(.*)'", lambda m: repr(ENV_PREFIX + m[1].upper()), near)
-    if head in known:
-        suggestion = f" Did you mean {ENV_PREFIX + head.upper()!r}?"
+    near = nearest(ENV_PREFIX + head.upper(), variables)
     raise SettingsError(
-        f"{name} = {value!r}: there is no such setting.{suggestion} "
+        f"{name} = {value!r}: there is no such setting.{near} "
         f"Set in environment {name}; correct or unset it. "
         f"Variables of fuseboard: {', '.join(sorted(variables))}; a plugin's option is "
         f"{ENV_PREFIX}PLUGINS__NAME__OPTION."

@@ -21,7 +21,7 @@ from typing import Any
 _LONGEST_WAIT_S = 3600.0
 
 
-class deadline:  # noqa: N801 - reads as a statement: ``with deadline(3, error):``
+class deadline:
     """Raise ``error()`` inside the block once it has run for ``seconds``.
 
     On the main thread of a POSIX system, where no other interval timer runs, this is ``SIGALRM``:

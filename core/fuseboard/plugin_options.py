@@ -64,7 +64,8 @@ def _problem(
     settings: Settings,
 ) -> str:
     if not loc:  # a rule of the model as a whole
-        return f"plugins.{plugin} = {given!r}: {message}. Set in {settings.origin(f'plugins.{plugin}')}."
+        where = settings.origin(f"plugins.{plugin}")
+        return f"plugins.{plugin} = {given!r}: {message}. Set in {where}."
     key = ".".join(str(part) for part in loc)
     name = str(loc[0])
     if name not in given:

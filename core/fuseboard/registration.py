@@ -158,7 +158,7 @@ def _problems(plugin: object) -> Iterator[str]:
         options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
         if options is None:
             if attribute in STAGE_OF:
-                yield f"{attribute} lacks the decorator @fuseboard.hookimpl, so nobody would call it"
+                yield f"{attribute} lacks @fuseboard.hookimpl, so that nobody would call it"
             continue
         implementations += 1
         hook = options.get("specname") or attribute

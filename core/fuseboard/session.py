@@ -44,8 +44,8 @@ class Session:
     """What the pipeline sees of the board.
 
     :ivar settings: the snapshot.
-    :ivar backends: in order of priority; ``eager`` is always among them, at the end unless the
-        user put it elsewhere.
+    :ivar backends: in order of priority; the last is always ``eager``, which takes whatever
+        is left.
     :ivar eager_is_fallback_only: the user named backends, and ``eager`` not among them.
     :ivar notes: what the user should know, such as a named backend that had to be left out.
     """
@@ -81,7 +81,12 @@ class Session:
         if all(info.name != "eager" for info in chosen):
             self._require("eager", "the board needs it")
             chosen.append(infos["eager"])
-        return chosen
+        last = next(i for i, info in enumerate(chosen) if info.name == "eager")
+        for info in chosen[last + 1 :]:
+            self.notes.append(
+                f"left out: {info.name!r} comes after 'eager', which takes everything"
+            )
+        return chosen[: last + 1]
 
     def _usable(self, named: tuple[str, ...]) -> list[str]:
         """The named backends that can be used; it is an error if none but eager is left."""

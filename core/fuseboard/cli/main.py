@@ -1,0 +1,59 @@
+"""The command ``fuseboard``. Each subcommand is a function in the module of its name.
+
+Those modules import what is heavy inside their functions: ``fuseboard --help`` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from fuseboard.errors import FuseboardError
+
+#: Every subcommand, in the order in which ``--help`` lists them.
+COMMANDS = ("plugins", "settings")
+
+#: What the shell gets for a mistake of the user's, as from a wrong option.
+USER_ERROR = 2
+
+
+class _Group(TyperGroup):
+    """Shows errors that fuseboard raises on purpose in red, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FuseboardError as error:
+            text = Text(f"fuseboard: {error}", style="red")
+            Console(stderr=True).print(text, soft_wrap=True)
+            raise typer.Exit(USER_ERROR) from error
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fuseboard {metadata.version('fuseboard')}, torch {metadata.version('torch')}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=_Group, no_args_is_help=True, rich_markup_mode="rich")
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the versions and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """One torch.compile backend into which all the others plug."""
+
+
+for _name in COMMANDS:
+    app.command(_name)(getattr(import_module(f"fuseboard.cli.{_name}"), _name))
