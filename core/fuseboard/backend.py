@@ -1,0 +1,136 @@
+"""The ``torch.compile`` entry: Dynamo's graph in, AOTAutograd wired to the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard import torch_internals
+from fuseboard.board import Session, board
+from fuseboard.config import resolve
+from fuseboard.contracts import Boxed
+from fuseboard.pipeline import Pipeline
+from fuseboard.report.data import ledger
+
+
+def fuseboard(
+    graph: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend that ``torch.compile(backend="fuseboard")`` finds by its entry point.
+
+    :param graph: Dynamo's graph; parameters and buffers are among its inputs.
+    :param example_inputs: real tensors; they are not kept.
+    :param mode: a preset of settings.
+    :param options: settings, above every other source; ``{"mode": ...}`` is accepted.
+    :raises SettingsError: a setting is wrong; nothing has been compiled.
+    """
+    session = board.session(resolve(options, mode))
+    capture = _Capture(session, graph)
+    with torch_internals.without_donated_buffers():
+        compiled = torch_internals.aot_autograd(
+            fw_compiler=partial(capture.compile, kind="forward"),
+            bw_compiler=partial(capture.compile, kind="backward"),
+            inference_compiler=partial(capture.compile, kind="inference"),
+            partition_fn=capture.pipeline.partition_joint,
+            decompositions=capture.decompositions(example_inputs),
+        )(graph, example_inputs)
+    return capture.guard_overlap(compiled, example_inputs)
+
+
+class _Capture:
+    """One call of the backend."""
+
+    def __init__(self, session: Session, graph: GraphModule) -> None:
+        self.session = session
+        self.graph = graph
+        self.pipeline = Pipeline(session, _frame_name(graph))
+        self._mutated: frozenset[int] | None = frozenset()
+
+    def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:
+        if kind != "backward":
+            self._mutated = torch_internals.input_roles().mutated
+        return self.pipeline.compile(graph, inputs, kind)
+
+    def decompositions(self, example_inputs: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+        """The level to capture at: what the first backend in order that takes the graph wants.
+
+        It then needs no retrace; the others get its level and decompose further.
+        """
+        training = torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+        )
+        kind = "joint" if training else "inference"
+        for info in self.session.backends:
+            if training and not info.training:
+                continue
+            table = self.session.call(
+                "fuseboard_decompositions",
+                info.name,
+                kind=kind,
+                options=self.session.options(info.name),
+            )
+            return dict(table or {})
+        return {}
+
+    def guard_overlap(
+        self, compiled: Callable[..., Any], example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Let Dynamo's own graph run the calls whose inputs overlap as the compiled ones didn't.
+
+        AOTAutograd compiles for the overlap that it sees, and Dynamo doesn't guard on it
+        (pytorch#139789). Only graphs that write to their inputs can tell the difference.
+        """
+        if not self._mutated:
+            return compiled
+        graph, note = self.graph, self._note_overlap
+        expected = _overlap(example_inputs)
+
+        def run(*args: Any) -> Any:
+            if _overlap(args) != expected:
+                note()
+                return graph(*args)
+            return compiled(*args)
+
+        return run
+
+    def _note_overlap(self) -> None:
+        text = "a call's inputs overlapped as the compiled ones didn't: Dynamo's own graph ran"
+        for report in ledger.graphs():
+            if report.frame.endswith(self.pipeline.frame) and text not in report.notes:
+                report.notes.append(text)
+
+
+def _overlap(args: Sequence[Any]) -> frozenset[int]:
+    """Positions of inputs whose memory overlaps another input's."""
+    tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    addresses = [torch_internals.storage_address(tensor) for _, tensor in tensors]
+    if len(set(addresses)) == len(addresses):
+        return frozenset()
+    groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for address, pair in zip(addresses, tensors, strict=True):
+        groups.setdefault(address, []).append(pair)
+    return frozenset(
+        group[position][0]
+        for group in groups.values()
+        if len(group) > 1
+        for position in torch_internals.overlapping([tensor for _, tensor in group])
+    )
+
+
+def _frame_name(graph: GraphModule) -> str:
+    """The user's function, as far as the graph's stack traces tell."""
+    from fuseboard.lower.lowering import source_line
+
+    for node in graph.graph.nodes:
+        line = source_line(node)
+        if line:
+            return line
+    return "graph without a source line"

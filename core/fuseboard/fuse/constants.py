@@ -1,0 +1,146 @@
+"""Hoisting: what depends on static inputs alone is computed when a weight changes, not per call.
+
+The region is split into a *prepare* graph (static inputs → prepared values) and the graph that
+runs in every call and takes the prepared values as further inputs. Weights stay inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fuseboard.partition.board_nodes import view_chain
+from fuseboard.partition.estimate import is_free, sizes
+from fuseboard.partition.regions import keeps_order
+
+#: Elements that hoisting must save from being computed in each call. Below it, the check that
+#: the weights are still the same costs about what it saves.
+MIN_ELEMENTS = 16_384
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """A region's graph split in two.
+
+    :ivar prepare: takes the region's inputs at ``uses``, returns the prepared values.
+    :ivar uses: positions of the region's inputs that ``prepare`` reads.
+    :ivar graph: the graph for every call; its inputs are the region's inputs at ``keeps``, then
+        the prepared values.
+    """
+
+    prepare: GraphModule
+    uses: tuple[int, ...]
+    graph: GraphModule
+    keeps: tuple[int, ...]
+    values: int
+
+
+def hoist(
+    graph: GraphModule, static_inputs: Collection[int], made_by_fusions: Collection[str]
+) -> Hoisted | None:
+    """Split a region's graph, or None where hoisting doesn't pay.
+
+    :param static_inputs: positions of inputs that are parameters or buffers and that the graph
+        doesn't mutate.
+    :param made_by_fusions: names of nodes that a backend's rewrites put in: a packed weight is
+        hoisted however small, since its rewrite counted on that.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    constant = _constant_nodes(graph, {placeholders[i] for i in static_inputs})
+    exposed = _reaches_output(graph)
+    frontier = [
+        node
+        for node in graph.graph.nodes
+        if node in constant
+        and node.op == "call_function"
+        and node not in exposed
+        and not isinstance(node.meta.get("val"), list | tuple)
+        and any(user not in constant for user in node.users)
+        and _pays(node, constant, made_by_fusions)
+    ]
+    if not frontier:
+        return None
+    return _split(graph, frontier)
+
+
+def _constant_nodes(graph: GraphModule, static: set[Node]) -> set[Node]:
+    """Static inputs and pure ops whose every input is constant."""
+    constant = set(static)
+    for node in graph.graph.nodes:
+        if (
+            node.op == "call_function"
+            and node.all_input_nodes
+            and not keeps_order(node)
+            and all(used in constant for used in node.all_input_nodes)
+        ):
+            constant.add(node)
+    return constant
+
+
+def _reaches_output(graph: GraphModule) -> set[Node]:
+    """Nodes whose storage the caller gets: a prepared value must never be handed out."""
+    output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+    return {node for result in output.all_input_nodes for node in view_chain(result)}
+
+
+def _pays(node: Node, constant: set[Node], made_by_fusions: Collection[str]) -> bool:
+    work, seen, pending = 0, set(), [node]
+    while pending:
+        current = pending.pop()
+        if current in seen or current.op != "call_function":
+            continue
+        seen.add(current)
+        if current.name in made_by_fusions and not is_free(current):
+            return True
+        value = current.meta.get("val")
+        if not is_free(current) and isinstance(value, torch.Tensor):
+            work += math.prod(sizes(value))
+        pending.extend(used for used in current.all_input_nodes if used in constant)
+    return work >= MIN_ELEMENTS
+
+
+def _split(graph: GraphModule, frontier: list[Node]) -> Hoisted:
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    needed: set[Node] = set()
+    pending = list(frontier)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    prepare = Graph()
+    new: dict[Node, Node] = {}
+    for node in graph.graph.nodes:
+        if node in needed:
+            new[node] = prepare.node_copy(node, new.__getitem__)
+            new[node].meta = dict(node.meta)
+    prepare.output(tuple(new[node] for node in frontier))
+    uses = tuple(i for i, node in enumerate(placeholders) if node in needed)
+    prepared = GraphModule(graph, prepare, class_name="Prepare")
+
+    last = placeholders[-1]
+    with graph.graph.inserting_after(last):
+        for node in reversed(frontier):
+            value = graph.graph.placeholder(f"prepared_{node.name}")
+            value.meta = dict(node.meta)
+            node.replace_all_uses_with(value)
+    graph.graph.eliminate_dead_code(is_impure_node=_must_stay)
+    keeps = []
+    for i, node in enumerate(placeholders):
+        if node.users or i not in uses:
+            keeps.append(i)
+        else:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return Hoisted(prepared, uses, graph, tuple(keeps), len(frontier))
+
+
+def _must_stay(node: Node) -> bool:
+    if node.op in {"placeholder", "output"}:
+        return True
+    return node.target is not operator.getitem and node.op == "call_function" and keeps_order(node)

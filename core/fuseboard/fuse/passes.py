@@ -1,0 +1,77 @@
+"""The fuse stage: ask for rewrites, number them, apply those that aren't switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from fuseboard.contracts import Fusion
+from fuseboard.errors import ContractError
+from fuseboard.report.data import FusionReport
+
+
+@dataclass
+class FusionCounter:
+    """Numbers the fusions of one graph, in the order in which they are offered.
+
+    ``fuse_limit`` and ``fuse_skip`` switch them off by number, which is how a bad rewrite is
+    found by bisection.
+    """
+
+    limit: int | None = None
+    skip: frozenset[int] = frozenset()
+    offered: int = 0
+    applied: list[FusionReport] = field(default_factory=list)
+
+    def admits(self) -> bool:
+        """Count one more fusion; whether it is to be applied."""
+        number = self.offered
+        self.offered += 1
+        return (self.limit is None or number < self.limit) and number not in self.skip
+
+
+def apply_fusions(
+    graph: GraphModule, fusions: Sequence[Fusion], plugin: str, counter: FusionCounter
+) -> list[FusionReport]:
+    """Apply a plugin's fusions to the graph they were offered for; returns what was done.
+
+    :raises ContractError: two fusions overlap, or the graph is no longer well formed.
+    """
+    done: list[FusionReport] = []
+    owner: dict[str, str] = {}
+    for fusion in fusions:
+        for name in fusion.nodes:
+            if name in owner:
+                raise ContractError(
+                    plugin,
+                    "fuseboard_fuse",
+                    f"fusions {owner[name]!r} and {fusion.name!r} overlap at node {name!r}",
+                )
+            owner[name] = fusion.name
+        number = counter.offered
+        applied = counter.admits()
+        if applied:
+            fusion.apply()
+        done.append(FusionReport(number, fusion.name, plugin, fusion.nodes, applied))
+    if any(report.applied for report in done):
+        graph.graph.eliminate_dead_code()
+        try:
+            graph.graph.lint()
+        except Exception as error:  # lint raises whatever it meets
+            raise ContractError(
+                plugin, "fuseboard_fuse", f"the rewritten graph is malformed: {error}"
+            ) from error
+        _check_values(graph, plugin)
+        graph.recompile()
+    counter.applied.extend(done)
+    return done
+
+
+def _check_values(graph: GraphModule, plugin: str) -> None:
+    for node in graph.graph.nodes:
+        if node.op in {"call_function", "placeholder"} and "val" not in node.meta:
+            raise ContractError(
+                plugin, "fuseboard_fuse", f"the new node {node.name!r} has no meta['val']"
+            )

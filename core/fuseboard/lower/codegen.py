@@ -1,0 +1,138 @@
+"""Flat Python source from graph nodes: the only code that runs in a call."""
+
+from __future__ import annotations
+
+import keyword
+import linecache
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fuseboard import torch_internals
+
+_function_numbers = count()
+
+#: Operators that are written infix instead of called.
+_INFIX = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.floordiv: "//",
+    operator.truediv: "/",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+}
+
+
+class Source:
+    """A function being written: lines, and the objects that they name as globals."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.globals: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        self._taken: set[str] = set()
+
+    def bind(self, value: Any, hint: str) -> str:
+        """The name of a global that holds ``value``; one object has one name."""
+        if id(value) in self._names:
+            return self._names[id(value)]
+        name = self.unique(f"_{hint}")
+        self._names[id(value)] = name
+        self.globals[name] = value
+        return name
+
+    def unique(self, hint: str) -> str:
+        """An identifier that isn't used yet."""
+        base = re.sub(r"\W", "_", hint) or "_"
+        if base[0].isdigit() or keyword.iskeyword(base):
+            base = f"_{base}"
+        name, number = base, 0
+        while name in self._taken:
+            number += 1
+            name = f"{base}_{number}"
+        self._taken.add(name)
+        return name
+
+    def line(self, text: str, indent: int = 1) -> None:
+        self.lines.append("    " * indent + text)
+
+    def function(self, name: str, signature: str) -> Callable[..., Any]:
+        """Compile what was written. Tracebacks show the generated lines."""
+        code = f"def {name}({signature}):\n" + "\n".join(self.lines) + "\n"
+        filename = f"<fuseboard:{name}:{next(_function_numbers)}>"
+        linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)
+        exec(compile(code, filename, "exec"), self.globals)
+        function: Callable[..., Any] = self.globals[name]
+        function.__fuseboard_source__ = code  # type: ignore[attr-defined]
+        return function
+
+    def literal(self, value: Any, names: Mapping[Node, str]) -> str:
+        """An expression for an argument of a node."""
+        if isinstance(value, Node):
+            return names[value]
+        if value is None or isinstance(value, bool | int | str):
+            return repr(value)
+        if isinstance(value, float):
+            return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
+        if isinstance(value, tuple) and type(value) is tuple:
+            items = ", ".join(self.literal(item, names) for item in value)
+            return f"({items},)" if len(value) == 1 else f"({items})"
+        if isinstance(value, list):
+            return f"[{', '.join(self.literal(item, names) for item in value)}]"
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return f"slice({', '.join(self.literal(item, names) for item in parts)})"
+        if isinstance(value, dict):
+            pairs = (f"{key!r}: {self.literal(item, names)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        return self.bind(value, type(value).__name__)
+
+    def call(self, node: Node, names: Mapping[Node, str]) -> str:
+        """An expression that computes a ``call_function`` node."""
+        if node.target is operator.getitem:
+            return f"{self.literal(node.args[0], names)}[{self.literal(node.args[1], names)}]"
+        target: Any = node.target
+        if target in _INFIX and len(node.args) == 2 and not node.kwargs:
+            left, right = (self.literal(arg, names) for arg in node.args)
+            return f"({left} {_INFIX[target]} {right})"
+        arguments = [self.literal(arg, names) for arg in node.args]
+        arguments += [f"{key}={self.literal(arg, names)}" for key, arg in node.kwargs.items()]
+        callee = self.bind(torch_internals.direct_call(target), target_name(node))
+        return f"{callee}({', '.join(arguments)})"
+
+
+def target_name(node: Node) -> str:
+    """What a node calls, as people write it: ``aten.addmm.default``, ``operator.getitem``."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._opname}.{target._overloadname}"
+    module = (getattr(target, "__module__", "") or "").removeprefix("_")
+    name = getattr(target, "__name__", None) or str(target)
+    return f"{module}.{name}" if module else name
+
+
+def last_uses(nodes: Iterable[Node], kept: Iterable[Node]) -> dict[Node, list[Node]]:
+    """After which node each value may be let go; values in ``kept`` never are."""
+    last: dict[Node, Node] = {}
+    for node in nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    held = set(kept)
+    drops: dict[Node, list[Node]] = {}
+    for used, user in last.items():
+        if used not in held:
+            drops.setdefault(user, []).append(used)
+    return drops

@@ -1,0 +1,96 @@
+"""The ``eager`` backend: a region's ops called one by one, in generated flat code.
+
+Always available, always right: it is what every other backend is compared with and falls back
+to. It is also what a plugin uses whose work was done by rewriting the region's graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fuseboard.contracts import (
+    BackendInfo,
+    Boxed,
+    Claim,
+    Decline,
+    GraphKind,
+    LoweredRegion,
+    Region,
+)
+from fuseboard.hookspecs import hookimpl
+from fuseboard.lower.codegen import Source, last_uses
+
+
+@hookimpl
+def fuseboard_backend() -> BackendInfo:
+    """Any device that torch has, training, dynamic shapes, nothing to compile."""
+    return BackendInfo(
+        name="eager",
+        device_types=frozenset({"cpu", "cuda", "meta", "mps", "xpu"}),
+        training=True,
+        dynamic_shapes=True,
+        compiles_quickly=True,
+        fingerprint=str(torch.__version__),
+    )
+
+
+@hookimpl
+def fuseboard_claim(graph: GraphModule, kind: GraphKind) -> list[Claim | Decline]:
+    """Everything."""
+    nodes = frozenset(node.name for node in graph.graph.nodes if node.op == "call_function")
+    return [Claim(nodes=nodes, native=nodes)]
+
+
+@hookimpl
+def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
+    """Flat code that calls the ops."""
+    return lower_eagerly(region)
+
+
+def lower_eagerly(region: Region) -> LoweredRegion:
+    """A region as flat Python code that calls its ops in graph order.
+
+    Values are let go right after their last use. The callable is boxed: it empties its list.
+    """
+    return LoweredRegion(call=boxed_function(region.graph, region.name))
+
+
+def boxed_function(graph: GraphModule, name: str) -> Boxed:
+    """Compile a graph whose output is a flat tuple into a boxed function."""
+    source = Source()
+    function_name = source.unique(name.replace(".", "_"))
+    names: dict[Node, str] = {}
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        names[node] = source.unique(node.name)
+    if placeholders:
+        source.line(f"{', '.join(names[node] for node in placeholders)}, = args")
+    source.line("args.clear()")
+    write_nodes(source, graph.graph, graph, names)
+    return source.function(function_name, "args")
+
+
+def write_nodes(
+    source: Source, graph: Graph, owner: torch.nn.Module, names: dict[Node, str]
+) -> None:
+    """Write every computing node and the return of a graph."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    drops = last_uses(graph.nodes, kept=output.all_input_nodes)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            names[node] = source.bind(operator.attrgetter(str(node.target))(owner), node.name)
+        elif node.op == "call_function":
+            names[node] = source.unique(node.name)
+            source.line(f"{names[node]} = {source.call(node, names)}")
+            # A getitem's source is dropped with it: the tuple would keep its tensors alive.
+            gone = [names[used] for used in drops.get(node, ()) if used.op != "get_attr"]
+            if not node.users:
+                gone.append(names[node])
+            if gone:
+                source.line(f"del {', '.join(gone)}")
+    source.line(f"return {source.literal(tuple(output.args[0]), names)}")

@@ -1,0 +1,63 @@
+"""The failure policy: what a failure is called, what happens after it, where it is recorded."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from fuseboard.contracts import FailureAction, Region, Stage, Trip
+from fuseboard.errors import PluginError, RegionError
+from fuseboard.report.data import GraphReport
+
+log = logging.getLogger("fuseboard")
+
+
+class Asks(Protocol):
+    """The part of a board session that deciding needs."""
+
+    def first(self, hook: str, **arguments: Any) -> tuple[str, Any]: ...
+
+
+def decide(
+    session: Asks, region: str, plugin: str, stage: Stage, error: BaseException
+) -> FailureAction:
+    """Ask the failure hook; the setting ``on_failure`` answers where no plugin does."""
+    _, action = session.first(
+        "fuseboard_on_failure", region=region, plugin=plugin, stage=stage, error=error
+    )
+    return action  # type: ignore[no-any-return]
+
+
+def trip(
+    report: GraphReport,
+    plugin: str,
+    stage: Stage,
+    region: str,
+    error: BaseException | str,
+    instead: str,
+    source: str = "",
+) -> None:
+    """Record a contained failure: in the report, and as one warning."""
+    text = describe(error)
+    report.trips.append(Trip(plugin, stage, region, text, instead, source))
+    place = f" ({source})" if source else ""
+    log.warning("%s: %s tripped in %s%s: %s; ran %s instead", region, plugin, stage, place, text, instead)
+
+
+def describe(error: BaseException | str) -> str:
+    """An error on one line, with the cause that a plugin's error wraps."""
+    if isinstance(error, str):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, PluginError):
+        text = error.problem
+    return " ".join(text.split())[:500]
+
+
+def region_error(region: Region, stage: Stage, error: BaseException) -> RegionError:
+    """The exception for the policy ``raise``; the caller chains it to ``error``."""
+    source = f", from {region.source}" if region.source else ""
+    return RegionError(
+        f"plugin {region.backend!r} failed in stage {stage!r} on region {region.name!r}{source}: "
+        f"{describe(error)}. The policy is on_failure='raise'; 'next' and 'eager' contain it."
+    )

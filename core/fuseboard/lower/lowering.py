@@ -1,0 +1,215 @@
+"""From cut regions to callables: decompose, fuse, hoist, lower; the next backend after a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fuseboard import torch_internals
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, Event, GraphKind, LoweredRegion, Region
+from fuseboard.errors import LoweringError
+from fuseboard.fuse.constants import hoist
+from fuseboard.fuse.passes import FusionCounter, apply_fusions
+from fuseboard.lower.codegen import target_name
+from fuseboard.lower.decompose import decompose
+from fuseboard.lower.eager import boxed_function
+from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.partition.regions import Cut, signature
+from fuseboard.report.data import FusionReport, GraphReport, RegionReport
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A region's code.
+
+    :ivar call: takes the region's inputs at ``keeps``, then the prepared values.
+    :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
+    """
+
+    region: Region
+    call: Boxed
+    keeps: tuple[int, ...]
+    prepare: Boxed | None = None
+    uses: tuple[int, ...] = ()
+    values: int = 0
+
+
+@dataclass
+class Lowering:
+    """Lowers the regions of one graph.
+
+    :ivar static: the graph's placeholders that are parameters or buffers and aren't mutated.
+    :ivar claimed: backend → names of the nodes that it claimed.
+    """
+
+    session: Session
+    report: GraphReport
+    kind: GraphKind
+    static: Collection[Node]
+    claimed: Mapping[str, frozenset[str]]
+    counter: FusionCounter
+    hoisting: bool
+
+    def __post_init__(self) -> None:
+        self._known: dict[str, Lowered] = {}
+
+    def lower(self, cut: Cut, name: str, whole: bool) -> Lowered:
+        """One region; isomorphic ones are lowered once.
+
+        :raises RegionError: a backend failed and the policy is to raise.
+        """
+        region = self._region(cut, name, whole)
+        report = RegionReport(
+            name=name,
+            backend=cut.backend,
+            ops=dict(Counter(target_name(node) for node in cut.nodes)),
+            sources=tuple(dict.fromkeys(filter(None, map(source_line, cut.nodes)))),
+            whole=whole,
+            signature=region.signature,
+        )
+        self.report.regions.append(report)
+        known = self._known.get(region.signature)
+        if known is not None:
+            report.backend = known.region.backend
+            report.same_as = known.region.name
+            report.hoisted = known.values
+            return dataclasses.replace(known, region=dataclasses.replace(region, backend=report.backend))
+        start = time.perf_counter()
+        lowered = self._lower_somewhere(cut, region, report)
+        report.lower_s = time.perf_counter() - start
+        self._known[region.signature] = lowered
+        self.session.notify(
+            Event("lower", self.report.name, report.lower_s, {"region": name, "backend": report.backend})
+        )
+        return lowered
+
+    def _region(self, cut: Cut, name: str, whole: bool) -> Region:
+        assert cut.graph is not None
+        static = tuple(i for i, node in enumerate(cut.inputs) if node in self.static)
+        random = self.session.settings.random
+        return Region(
+            name=name,
+            backend=cut.backend,
+            kind=self.kind,
+            graph=cut.graph,
+            signature=signature(cut.graph, cut.backend, (self.kind, static, random, self.hoisting)),
+            static_inputs=static,
+            whole=whole,
+            random=random,
+            source=next(filter(None, map(source_line, cut.nodes)), ""),
+        )
+
+    def _lower_somewhere(self, cut: Cut, region: Region, report: RegionReport) -> Lowered:
+        """On the planned backend, or after failures on a later one, in the end on eager."""
+        candidates = self._candidates(cut)
+        for position, backend in enumerate(candidates):
+            attempt = dataclasses.replace(
+                region, backend=backend, options=self.session.options(backend)
+            )
+            try:
+                lowered = self._lower_on(attempt, report)
+            except Exception as error:  # a plugin may raise anything; the policy decides
+                following = candidates[position + 1 :]
+                action = decide(self.session, region.name, backend, "lower", error)
+                if action == "raise" or not following:
+                    raise region_error(attempt, "lower", error) from error
+                if action == "eager":
+                    del candidates[position + 1 : -1]
+                instead = candidates[position + 1]
+                trip(
+                    self.report, backend, "lower", region.name, error, instead, region.source
+                )
+                continue
+            report.backend = backend
+            return lowered
+        raise AssertionError("eager is always the last candidate")
+
+    def _candidates(self, cut: Cut) -> list[str]:
+        names = {node.name for node in cut.nodes}
+        order = [info.name for info in self.session.backends]
+        later = order[order.index(cut.backend) + 1 :]
+        able = [name for name in later if names <= self.claimed[name] and name != order[-1]]
+        return list(dict.fromkeys([cut.backend, *able, order[-1]]))
+
+    def _lower_on(self, region: Region, report: RegionReport) -> Lowered:
+        session, backend = self.session, region.backend
+        graph = copy_graph(region.graph)
+        table = session.call(
+            "fuseboard_decompositions", backend, kind=self.kind, options=region.options
+        )
+        if table:
+            graph = decompose(graph, table)
+        graph, made = self._fuse(graph, region, report)
+        count = len(graph.graph.find_nodes(op="placeholder"))
+        keeps: tuple[int, ...] = tuple(range(count))
+        hoisted = hoist(graph, region.static_inputs, made) if self.hoisting else None
+        static = region.static_inputs
+        if hoisted is not None:
+            keeps = hoisted.keeps
+            kept_static = [i for i, position in enumerate(keeps) if position in static]
+            static = (*kept_static, *range(len(keeps), len(keeps) + hoisted.values))
+            report.hoisted = hoisted.values
+        final = dataclasses.replace(region, graph=graph, static_inputs=static)
+        inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
+            answer: LoweredRegion | None = session.call(
+                "fuseboard_lower", backend, region=final, inputs=inputs
+            )
+        if answer is None:
+            raise LoweringError(f"{backend} declined the region when it was to be lowered")
+        report.notes.extend(answer.notes)
+        if hoisted is None:
+            return Lowered(region, answer.call, keeps)
+        prepare = boxed_function(hoisted.prepare, f"{region.name}.prepare")
+        return Lowered(region, answer.call, keeps, prepare, hoisted.uses, hoisted.values)
+
+    def _fuse(
+        self, graph: GraphModule, region: Region, report: RegionReport
+    ) -> tuple[GraphModule, set[str]]:
+        """Apply the backend's rewrites; also the names of the nodes that they made."""
+        before = {node.name for node in graph.graph.nodes}
+        fusions = self.session.call(
+            "fuseboard_fuse",
+            region.backend,
+            graph=graph,
+            kind=self.kind,
+            region=dataclasses.replace(region, graph=graph),
+            options=region.options,
+        )
+        done: list[FusionReport] = []
+        if fusions:
+            done = apply_fusions(graph, fusions, region.backend, self.counter)
+        report.fusions = done
+        return graph, {node.name for node in graph.graph.nodes} - before
+
+
+def copy_graph(graph: GraphModule) -> GraphModule:
+    """A graph of one's own: nodes and their metadata copied, constants shared."""
+    new = Graph()
+    mapping: dict[Node, Node] = {}
+    result = new.graph_copy(graph.graph, mapping)
+    new.output(result)
+    for old, copied in mapping.items():
+        copied.meta = dict(old.meta)
+    return GraphModule(graph, new, class_name=type(graph).__name__)
+
+
+def source_line(node: Node) -> str:
+    """The user's line that a node comes from, ``file:line``, or "" where torch kept none."""
+    trace = node.meta.get("stack_trace") or ""
+    places: Sequence[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    if not places:
+        return ""
+    torch_home = torch.__path__[0]
+    own = [place for place in places if not place[0].startswith(torch_home)]
+    file, line = (own or places)[-1]
+    return f"{file}:{line}"

@@ -1,0 +1,381 @@
+"""The runner: one generated flat function that calls a graph's regions.
+
+The first call goes through a *checked* version of the same code: each region's outputs are held
+against its contract, a failing region is replaced, and outputs that share storage they mustn't
+share are cloned from then on. After a call without a failure the plain version takes over; it
+holds the weights check, the region calls, and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, GraphKind
+from fuseboard.errors import ContractError
+from fuseboard.lower.codegen import Source
+from fuseboard.lower.eager import boxed_function
+from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.lowering import Lowered
+from fuseboard.lower.weights import WeightSets, is_versioned, run_prepare
+from fuseboard.partition.board_nodes import view_chain
+from fuseboard.partition.regions import Cut
+from fuseboard.profile.verify import shares_storage
+from fuseboard.report.data import GraphReport
+
+_WEIGHTS_CHECK = (
+    "if tuple(map({version}, {w})) != {e}.versions"
+    " or tuple(map({address}, {w})) != {e}.addresses"
+    " or [cell.value for cell in {e}.cells] != {e}.samples:"
+)
+
+
+@dataclass
+class Site:
+    """One call of a region in the graph."""
+
+    cut: Cut
+    lowered: Lowered
+
+
+class Runner:
+    """Runs one graph. ``function`` is what a call executes.
+
+    :param graph: the graph as it was cut, without changes by any backend.
+    :param captured: the graph as AOTAutograd gave it; runs in eager after a failure.
+    :param visible: how many leading outputs the caller sees.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        captured: GraphModule,
+        kind: GraphKind,
+        sites: list[Site],
+        kept: Sequence[Node],
+        session: Session,
+        report: GraphReport,
+        visible: int | None,
+    ) -> None:
+        self.graph = graph
+        self.kind = kind
+        self.sites = sites
+        self.kept = kept
+        self.session = session
+        self.report = report
+        self._captured = captured
+        self._lock = threading.RLock()
+        self._cloned: frozenset[int] = frozenset()
+        output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+        self._results: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+        self._visible = len(self._results) if visible is None else visible
+        self._may_share = _sharing(self._results)
+        self._sets = self._weight_sets()
+        self.always_checked = session.settings.verify == "always"
+        off = session.settings.verify == "off"
+        self.function: Boxed = self._build(checked=not off)
+
+    def boxed(self) -> Boxed:
+        """What AOTAutograd calls: looks up the current function, nothing more."""
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            return self.function(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    # --- generating ---------------------------------------------------------------------------
+
+    def _weight_sets(self) -> WeightSets | None:
+        """The prepared values of all sites; None where nothing is hoisted."""
+        self._weights: list[Node] = []
+        self._first_value: dict[int, int] = {}
+        functions: list[tuple[Boxed, tuple[int, ...]]] = []
+        total = 0
+        for number, site in enumerate(self.sites):
+            lowered = site.lowered
+            if lowered.prepare is None:
+                continue
+            used = [site.cut.inputs[i] for i in lowered.uses]
+            self._weights.extend(node for node in used if node not in self._weights)
+            functions.append((lowered.prepare, tuple(self._weights.index(n) for n in used)))
+            self._first_value[number] = total
+            total += lowered.values
+        if not functions:
+            return None
+        return WeightSets(
+            run_prepare(functions),
+            self.session.settings.max_weight_sets,
+            versioned=all(is_versioned(node.meta["val"]) for node in self._weights),
+        )
+
+    def _build(self, checked: bool) -> Boxed:
+        """Write and compile the function."""
+        source = Source()
+        name = source.unique(self.report.name)
+        contained = checked or self.kind != "backward"
+        names: dict[Node, str] = {}
+        placeholders = self.graph.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            names[node] = source.unique(node.name)
+        for node in self.graph.graph.find_nodes(op="get_attr"):
+            names[node] = source.bind(getattr(self.graph, str(node.target)), node.name)
+        if placeholders:
+            source.line(f"{', '.join(names[node] for node in placeholders)}, = args")
+        source.line("args.clear()")
+        everything = ", ".join(names[node] for node in placeholders)
+        indent = 2 if contained else 1
+        site_local = source.unique("site")
+        if contained:
+            if checked:
+                random_state = source.unique("random_state")
+                source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
+            source.line(f"{site_local} = -1")
+            source.line("try:")
+        self._write_weights_check(source, names, indent)
+        self._write_body(source, names, indent, checked, site_local if contained else "")
+        result = self._result(source, names)
+        if checked:
+            finish = source.bind(self._finish, "finish")
+            result = f"{finish}({result}, [{everything}])"
+        source.line(f"return {result}", indent)
+        if contained:
+            recover = source.bind(self._recover, "recover")
+            state = f", {random_state}" if checked else ""
+            source.line("except Exception as error:")
+            source.line(f"return {recover}(error, {site_local}, [{everything}]{state})", 2)
+        return source.function(name, "args")
+
+    def _write_weights_check(self, source: Source, names: dict[Node, str], indent: int) -> None:
+        if self._sets is None:
+            return
+        sets = source.bind(self._sets, "sets")
+        weights, entry = source.unique("weights"), source.unique("entry")
+        self._values = source.unique("prepared")
+        from fuseboard.lower.weights import address_of
+
+        check = _WEIGHTS_CHECK.format(
+            w=weights,
+            e=entry,
+            version=source.bind(self._sets.version_of, "version_of"),
+            address=source.bind(address_of, "address_of"),
+        )
+        source.line(f"{weights} = ({', '.join(names[n] for n in self._weights)},)", indent)
+        source.line(f"{entry} = {sets}.last", indent)
+        source.line(check, indent)
+        source.line(f"{entry} = {sets}.find({weights})", indent + 1)
+        source.line(f"{self._values} = {entry}.values", indent)
+
+    def _write_body(
+        self, source: Source, names: dict[Node, str], indent: int, checked: bool, local: str
+    ) -> None:
+        """Region calls in order, then the board's own nodes that outputs need."""
+        needed = self._needed_nodes()
+        steps: list[tuple[Site | Node, list[Node]]] = [(s, s.cut.inputs) for s in self.sites]
+        steps += [(node, node.all_input_nodes) for node in needed]
+        drops = self._drops(steps, contained=bool(local))
+        for number, (step, _) in enumerate(steps):
+            if isinstance(step, Node):
+                names[step] = source.unique(step.name)
+                source.line(f"{names[step]} = {source.call(step, names)}", indent)
+            else:
+                if local:
+                    source.line(f"{local} = {number}", indent)
+                self._write_site(source, names, indent, number, checked)
+            gone = [names[node] for node in drops[number] if node in names]
+            if gone:
+                source.line(f"del {', '.join(gone)}", indent)
+
+    def _write_site(
+        self, source: Source, names: dict[Node, str], indent: int, number: int, checked: bool
+    ) -> None:
+        site = self.sites[number]
+        lowered = site.lowered
+        call: Callable[..., Any] = lowered.call
+        if checked:
+            call = _Checked(self, number)
+        arguments = [names[site.cut.inputs[i]] for i in lowered.keeps]
+        if number in self._first_value:
+            first = self._first_value[number]
+            arguments += [f"{self._values}[{first + i}]" for i in range(lowered.values)]
+        for node in site.cut.outputs:
+            names[node] = source.unique(node.name)
+        targets = "".join(f"{names[node]}, " for node in site.cut.outputs)
+        assign = f"{targets.rstrip()} = " if targets else ""
+        callee = source.bind(call, f"region{number}_{lowered.region.backend}")
+        source.line(f"{assign}{callee}([{', '.join(arguments)}])", indent)
+
+    def _needed_nodes(self) -> list[Node]:
+        """The board's nodes that lead to outputs, in graph order."""
+        needed: set[Node] = set()
+        kept = set(self.kept)
+        pending = [node for node in self._results if node in kept]
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending.extend(used for used in node.all_input_nodes if used in kept)
+        return [node for node in self.kept if node in needed]
+
+    def _drops(
+        self, steps: Sequence[tuple[Site | Node, list[Node]]], contained: bool
+    ) -> list[list[Node]]:
+        """What to let go after each step; a contained call keeps its inputs for a second try."""
+        last: dict[Node, int] = {}
+        made: list[list[Node]] = []
+        for number, (step, used) in enumerate(steps):
+            outputs = [step] if isinstance(step, Node) else step.cut.outputs
+            made.append(outputs)
+            for node in [*used, *outputs]:
+                last[node] = number
+        keep = {node for node in self._results if isinstance(node, Node)}
+        drops: list[list[Node]] = [[] for _ in steps]
+        for node, number in last.items():
+            inputs = node.op == "placeholder" and contained
+            if node not in keep and not inputs and node.op != "get_attr":
+                drops[number].append(node)
+        return drops
+
+    def _result(self, source: Source, names: dict[Node, str]) -> str:
+        items = []
+        for number, value in enumerate(self._results):
+            text = source.literal(value, names)
+            items.append(f"{text}.clone()" if number in self._cloned else text)
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+    # --- when something is wrong ----------------------------------------------------------------
+
+    def _finish(self, results: tuple[Any, ...], inputs: list[Any]) -> tuple[Any, ...]:
+        """End of a checked call: clone what shares storage, go over to the plain code."""
+        visible = results[: self._visible]
+        wrong = shares_storage(visible, inputs, self._may_share[: self._visible])
+        with self._lock:
+            if wrong:
+                self._cloned |= frozenset(wrong)
+                self.report.notes.append(
+                    f"outputs {wrong} are cloned: the compiled code returned storage that eager's "
+                    "results don't share"
+                )
+            if wrong or not self.always_checked:
+                self.function = self._build(checked=self.always_checked)
+        return tuple(r.clone() if i in wrong else r for i, r in enumerate(results))
+
+    def _recover(
+        self,
+        error: Exception,
+        number: int,
+        inputs: list[Any],
+        random_state: torch.Tensor | None = None,
+    ) -> Sequence[Any]:
+        """After a region raised: eager's answer, or eager's exception.
+
+        An exception that eager raises as well is the user's own and passes through unchanged.
+        """
+        if number < 0 or number >= len(self.sites):
+            raise error
+        site = self.sites[number]
+        region = site.lowered.region
+        if random_state is not None:
+            torch.set_rng_state(random_state)
+        results = boxed_function(self._captured, f"{self.report.name}.eager")(list(inputs))
+        action = decide(self.session, region.name, region.backend, "run", error)
+        if action == "raise" or region.backend == "eager":
+            raise region_error(region, "run", error) from error
+        trip(
+            self.report, region.backend, "run", region.name, error, "eager", region.source
+        )
+        with self._lock:
+            self._replace(number)
+        return results
+
+    def _replace(self, number: int) -> None:
+        """Run a site, and all that share its code, in eager from now on."""
+        failed = self.sites[number].lowered
+        for site in self.sites:
+            if site.lowered.call is failed.call:
+                region = replace(site.lowered.region, backend="eager")
+                call = boxed_function(region.graph, f"{region.name}.eager")
+                site.lowered = Lowered(region, call, tuple(range(len(site.cut.inputs))))
+        self._sets = self._weight_sets()
+        self.function = self._build(checked=True)
+
+
+class _Checked:
+    """A region's callable in a checked call."""
+
+    def __init__(self, runner: Runner, number: int) -> None:
+        self._runner = runner
+        self._site = runner.sites[number]
+        self._expected = tuple(node.meta["val"] for node in self._site.cut.outputs)
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        region = self._site.lowered.region
+        inputs = list(args)
+        before = [_copy(value) for value in inputs] if self._runner.always_checked else None
+        result = self._site.lowered.call(args)
+        if before is not None:
+            self._check_inputs(inputs, before)
+        who, verdict = self._runner.session.first(
+            "fuseboard_verify",
+            region=region,
+            expected=self._expected,
+            result=result,
+            inputs=inputs,
+        )
+        if not verdict.ok:
+            raise ContractError(region.backend, "fuseboard_lower", verdict.problem)
+        return result
+
+    def _check_inputs(self, inputs: list[Any], before: list[Any]) -> None:
+        """A region must not write to what it is given; what it wrote is undone."""
+        written = [
+            i
+            for i, (now, was) in enumerate(zip(inputs, before, strict=True))
+            if isinstance(was, torch.Tensor) and not _same_bits(now, was)
+        ]
+        if written:
+            with torch.no_grad():
+                for i in written:
+                    inputs[i].copy_(before[i])
+            raise ContractError(
+                self._site.lowered.region.backend,
+                "fuseboard_lower",
+                f"the lowered region wrote to its inputs {written}",
+            )
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        return value.detach().clone()
+    return None
+
+
+def _same_bits(now: torch.Tensor, was: torch.Tensor) -> bool:
+    if now.is_floating_point() or now.is_complex():
+        return torch.equal(torch.nan_to_num(now), torch.nan_to_num(was)) and torch.equal(
+            now.isnan(), was.isnan()
+        )
+    return torch.equal(now, was)
+
+
+def _sharing(results: Sequence[Any]) -> list[frozenset[int]]:
+    """For each output, the outputs that may share its storage; -1 stands for an input."""
+    roots = [list(view_chain(r))[-1] if isinstance(r, Node) else None for r in results]
+    by_root: dict[Node, list[int]] = {}
+    for number, root in enumerate(roots):
+        if root is not None:
+            by_root.setdefault(root, []).append(number)
+    answers = []
+    for root in roots:
+        if root is None:
+            answers.append(frozenset[int]())
+        else:
+            own = frozenset(by_root[root])
+            answers.append(own | {-1} if root.op == "placeholder" else own)
+    return answers

@@ -1,0 +1,228 @@
+"""Prepared values, kept per set of weights.
+
+One compiled graph serves several module instances, so what was prepared from weights belongs to
+the very tensors it was made from. An entry is good for a call when the call's weights have the
+entry's addresses, versions and sampled bytes. Weights are held by weak references whose callback
+drops the entry: an address can't come back under another tensor, and values are freed with the
+module.
+
+What is noticed: ``optimizer.step``, ``load_state_dict`` with and without ``assign``, ``copy_``
+and every other in-place op (versions); a replaced parameter or submodule, ``.data =`` (addresses);
+``.data.copy_`` and other writes to a whole tensor that bump no version (samples). Not noticed: a
+write through ``.data`` to part of a tensor that misses the samples; call
+:func:`refresh` after one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuseboard import torch_internals
+
+#: Bytes are read at this many places of a tensor.
+SAMPLES = 3
+#: How many places are looked at to find ones that aren't zero (zeros survive scaling).
+PROBED = 64
+
+_CELLS: dict[int, Any] = {
+    1: ctypes.c_uint8,
+    2: ctypes.c_uint16,
+    4: ctypes.c_uint32,
+    8: ctypes.c_uint64,
+    16: ctypes.c_uint64,
+}
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+
+
+def no_version(weight: torch.Tensor) -> int:
+    """The version of an inference tensor, which has none."""
+    return 0
+
+
+class Entry:
+    """What was prepared from one set of weights, and how to recognise that set."""
+
+    __slots__ = ("__weakref__", "addresses", "cells", "owners", "samples", "values", "versions")
+
+    def __init__(
+        self,
+        versions: tuple[int, ...] | None,
+        addresses: tuple[int, ...],
+        cells: tuple[Any, ...],
+        values: tuple[Any, ...],
+    ) -> None:
+        self.versions = versions
+        self.addresses = addresses
+        self.cells = cells
+        self.samples = [cell.value for cell in cells]
+        self.values = values
+        self.owners: list[weakref.ref[torch.Tensor]] = []
+
+    def drop(self) -> None:
+        """Never match again, and let the values go. Takes no lock: the collector calls it."""
+        self.versions = None
+        self.values = ()
+
+    @property
+    def dropped(self) -> bool:
+        return self.versions is None
+
+
+class WeightSets:
+    """The entries of one compiled graph, least recently used first, bounded in number.
+
+    :ivar last: the entry that served the latest call; the generated code looks at it only.
+    """
+
+    def __init__(
+        self, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], limit: int, versioned: bool
+    ) -> None:
+        self.last = _EMPTY
+        self.version_of = version_of if versioned else no_version
+        self._prepare = prepare
+        self._limit = limit
+        self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()
+        self._lock = threading.RLock()
+        _all_sets.add(self)
+
+    def find(self, weights: tuple[torch.Tensor, ...]) -> Entry:
+        """The entry for these weights, prepared now if it is new or stale."""
+        addresses = tuple(map(address_of, weights))
+        versions = tuple(map(self.version_of, weights))
+        with self._lock:
+            entry = self._entries.get(addresses)
+            if entry is not None and entry.versions == versions:
+                if [cell.value for cell in entry.cells] == entry.samples:
+                    self._entries.move_to_end(addresses)
+                    self.last = entry
+                    return entry
+            entry = self._make(weights, versions, addresses)
+            if (old := self._entries.pop(addresses, None)) is not None:
+                old.drop()
+            for key, other in list(self._entries.items()):
+                if other.dropped:
+                    del self._entries[key]
+            self._entries[addresses] = entry
+            while len(self._entries) > self._limit:
+                self._entries.popitem(last=False)
+            self.last = entry
+            return entry
+
+    def _make(
+        self,
+        weights: tuple[torch.Tensor, ...],
+        versions: tuple[int, ...],
+        addresses: tuple[int, ...],
+    ) -> Entry:
+        cells = tuple(cell for weight in weights for cell in _sample_cells(weight))
+        entry = Entry(versions, addresses, cells, ())
+        # The samples were read first: a write during the preparation makes the entry stale.
+        entry.values = self._prepare(weights)
+        drop = _dropper(entry)
+        entry.owners = [weakref.ref(weight, drop) for weight in weights]
+        return entry
+
+    def forget(self, addresses: set[int]) -> int:
+        """Drop the entries that were made from tensors at these addresses."""
+        with self._lock:
+            stale = [
+                entry
+                for entry in list(self._entries.values())
+                if not entry.dropped and addresses & set(entry.addresses)
+            ]
+            for entry in stale:
+                entry.drop()
+        return len(stale)
+
+    def __len__(self) -> int:
+        """How many sets of weights have prepared values now."""
+        return sum(not entry.dropped for entry in list(self._entries.values()))
+
+
+_EMPTY = Entry(None, (), (), ())
+_all_sets: weakref.WeakSet[WeightSets] = weakref.WeakSet()
+
+
+def _dropper(entry: Entry) -> Callable[[Any], None]:
+    reference = weakref.ref(entry)
+
+    def drop(_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.drop()
+
+    return drop
+
+
+def _sample_cells(weight: torch.Tensor) -> list[Any]:
+    """Views of single elements in a weight's memory, where it isn't zero if possible.
+
+    They are read only after the weight's address was compared, so the memory is the weight's.
+    """
+    if weight.device.type != "cpu" or weight.numel() == 0:
+        return []
+    cell_type = _CELLS[weight.element_size()]
+    flat = weight.numel()
+    places = sorted({i * (flat - 1) // max(PROBED - 1, 1) for i in range(PROBED)})
+    offsets = [_offset(weight, place) for place in places]
+    base = weight.data_ptr()
+    cells = [cell_type.from_address(base + offset * weight.element_size()) for offset in offsets]
+    telling = [cell for cell in cells if cell.value] or cells
+    step = max(1, len(telling) // SAMPLES)
+    return telling[::step][:SAMPLES]
+
+
+def _offset(weight: torch.Tensor, place: int) -> int:
+    """The distance from the data pointer, in elements, of the element at a flat index."""
+    offset = 0
+    for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
+        place, index = divmod(place, size)
+        offset += index * stride
+    return offset
+
+
+def refresh(module: torch.nn.Module) -> int:
+    """Forget everything that was prepared from a module's parameters and buffers.
+
+    Only needed after a write that bumps no version and touches part of a tensor, such as
+    ``module.weight.data[0] = 1``.
+
+    :returns: how many sets of prepared values were dropped.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    addresses = {tensor.data_ptr() for tensor in tensors}
+    return sum(sets.forget(addresses) for sets in list(_all_sets))
+
+
+def is_versioned(value: Any) -> bool:
+    """Whether in-place ops on a tensor are counted; inference tensors' aren't."""
+    return not (isinstance(value, torch.Tensor) and value.is_inference())
+
+
+def run_prepare(
+    functions: Sequence[tuple[Callable[[list[Any]], Sequence[Any]], tuple[int, ...]]],
+) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """One function for all of a graph's prepare graphs.
+
+    :param functions: (boxed prepare function, positions among the weights that it takes).
+    """
+
+    def prepare(weights: Sequence[Any]) -> tuple[Any, ...]:
+        with torch_internals.real_tensors():
+            return tuple(
+                value
+                for function, positions in functions
+                for value in function([weights[i] for i in positions])
+            )
+
+    return prepare

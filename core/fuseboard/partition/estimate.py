@@ -1,0 +1,84 @@
+"""A rough cost of nodes, to weigh claims against each other before anything is measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fuseboard import torch_internals
+
+#: One core of a current server CPU, float32: the ratio is what matters, not the values.
+FLOPS_PER_US = 50_000.0
+BYTES_PER_US = 10_000.0
+
+
+def estimate_us(node: Node) -> float:
+    """A roofline estimate of one eager call of a node, in microseconds; views cost nothing."""
+    if is_free(node):
+        return 0.0
+    inputs = [used.meta.get("val") for used in node.all_input_nodes]
+    traffic = _bytes(node.meta.get("val")) + sum(_bytes(value) for value in inputs)
+    return max(_flops(node) / FLOPS_PER_US, traffic / BYTES_PER_US)
+
+
+def is_free(node: Node) -> bool:
+    """Whether a node does no work on data: a view, a tuple item, arithmetic on sizes."""
+    return is_view(node) or not _holds_tensor(node.meta.get("val"))
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's results alias its input by schema (tuple items of views included)."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target.is_view)
+    if getattr(target, "__name__", "") == "getitem":
+        return True
+    return False
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _bytes(value: Any) -> float:
+    if isinstance(value, list | tuple):
+        return sum(_bytes(item) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return 0.0
+    return float(math.prod(sizes(value))) * value.element_size()
+
+
+def sizes(value: torch.Tensor) -> list[int]:
+    """A fake tensor's sizes in the example that is being compiled."""
+    return [torch_internals.size_hint(size) for size in value.shape]
+
+
+def _flops(node: Node) -> float:
+    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
+    name = getattr(node.target, "_opname", "")
+    shapes = [
+        sizes(value)
+        for value in (used.meta.get("val") for used in node.all_input_nodes)
+        if isinstance(value, torch.Tensor)
+    ]
+    own = node.meta.get("val")
+    out = own[0] if isinstance(own, list | tuple) and own else own
+    if not isinstance(out, torch.Tensor) or not shapes:
+        return 0.0
+    numel = float(math.prod(sizes(out)))
+    if name in {"mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot"}:
+        factors = shapes[-2:] if len(shapes) > 1 else shapes
+        return 2.0 * numel * factors[0][-1]
+    if "convolution" in name and len(shapes) > 1:
+        passes = 2.0 if "backward" in name else 1.0
+        weight = shapes[2] if "backward" in name and len(shapes) > 2 else shapes[1]
+        result = float(math.prod(shapes[0])) if "backward" in name else numel
+        return passes * 2.0 * result * math.prod(weight[1:])
+    if "scaled_dot_product" in name and len(shapes) > 1:
+        return 4.0 * math.prod(shapes[0]) * shapes[1][-2]
+    return 0.0

@@ -1,0 +1,278 @@
+"""One graph through the stages in order: fuse, partition, lower; then the runner."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fuseboard import torch_internals
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, Claim, Decline, Event, GraphKind, Plan, Stage
+from fuseboard.errors import PluginError, RegionError
+from fuseboard.fuse.passes import FusionCounter, apply_fusions
+from fuseboard.lower.codegen import target_name
+from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.lower.lowering import Lowering, copy_graph, source_line
+from fuseboard.lower.runner import Runner, Site
+from fuseboard.partition.board_nodes import board_nodes
+from fuseboard.partition.claims import why_unsupported
+from fuseboard.partition.plan import check_plan, plan_by_priority
+from fuseboard.partition.regions import cut_regions
+from fuseboard.report.data import GraphReport, NodeReport, ledger
+
+Claims = dict[str, list[Claim | Decline]]
+
+#: Dynamo holds a lock while it compiles, but backwards are compiled outside of it.
+_compiling = threading.RLock()
+_graph_numbers: dict[str, Iterator[int]] = {}
+
+
+class Pipeline:
+    """The stages for the graphs of one call of the backend, under one snapshot of settings.
+
+    :param frame: names the user's function in reports.
+    """
+
+    def __init__(self, session: Session, frame: str) -> None:
+        self.session = session
+        self.frame = frame
+
+    def partition_joint(
+        self,
+        joint: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **keywords: Any,
+    ) -> tuple[GraphModule, GraphModule]:
+        """AOTAutograd's ``partition_fn``: fuse the joint graph, then split it."""
+        with _compiling:
+            report = self._report("joint")
+            with _timed(report, "fuse"):
+                self._fuse_graph(joint, "joint", report)
+            with _timed(report, "partition"):
+                _, parts = self.session.first(
+                    "fuseboard_partition_joint",
+                    joint=joint,
+                    inputs=inputs,
+                    num_fwd_outputs=num_fwd_outputs,
+                    static_inputs=tuple(static_lifetime_input_indices or ()),
+                    memory_budget=self.session.settings.memory_budget,
+                    keywords=keywords,
+                )
+            ledger.add(report)
+            return parts  # type: ignore[no-any-return]
+
+    def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
+        """An AOTAutograd compiler: a forward, backward or inference graph to a boxed callable."""
+        with _compiling:
+            report = self._report(kind)
+            try:
+                return self._compile(graph, kind, report)
+            finally:
+                ledger.add(report)
+
+    def _compile(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> Boxed:
+        captured = copy_graph(graph)
+        graph = copy_graph(graph)
+        roles = torch_internals.input_roles()
+        if kind == "inference":
+            with _timed(report, "fuse"):
+                self._fuse_graph(graph, kind, report)
+        with _timed(report, "partition"):
+            kept = board_nodes(graph)
+            claims = self._claims(graph, kind, kept, report)
+            plan = self._plan(graph, kind, claims, report)
+            cuts = cut_regions(graph, plan.placements, list(kept))
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        fixed = roles.static - roles.mutated if kind == "inference" else frozenset()
+        lowering = Lowering(
+            session=self.session,
+            report=report,
+            kind=kind,
+            static=frozenset(n for i, n in enumerate(placeholders) if i in fixed),
+            claimed={name: _claimed(answers) for name, answers in claims.items()},
+            counter=FusionCounter(
+                self.session.settings.fuse_limit, frozenset(self.session.settings.fuse_skip)
+            ),
+            hoisting=self.session.settings.hoist and kind == "inference",
+        )
+        with _timed(report, "lower"):
+            sites = [
+                Site(cut, lowering.lower(cut, f"{report.name}.region{i}", len(cuts) == 1))
+                for i, cut in enumerate(cuts)
+            ]
+        self._describe_nodes(graph, kept, plan, claims, sites, report)
+        visible = roles.visible_outputs if kind == "forward" else None
+        runner = Runner(
+            graph, captured, kind, sites, list(kept), self.session, report, visible
+        )
+        self.session.notify(Event("graph", report.name, sum(report.seconds.values())))
+        return runner.boxed()
+
+    # --- stages ---------------------------------------------------------------------------------
+
+    def _fuse_graph(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> None:
+        """Graph-level rewrites of every plugin, in order."""
+        settings = self.session.settings
+        counter = FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip))
+        for info in self.session.backends:
+            try:
+                fusions = self.session.call(
+                    "fuseboard_fuse",
+                    info.name,
+                    graph=graph,
+                    kind=kind,
+                    region=None,
+                    options=self.session.options(info.name),
+                )
+                report.fusions.extend(apply_fusions(graph, fusions or [], info.name, counter))
+            except PluginError as error:
+                self._tripped(report, info.name, "fuse", error, "the graph without its rewrites")
+
+    def _claims(
+        self, graph: GraphModule, kind: GraphKind, kept: Mapping[Node, str], report: GraphReport
+    ) -> Claims:
+        """Each backend's answers, less what the board declines on its behalf."""
+        nodes = {
+            node.name: node
+            for node in graph.graph.nodes
+            if node.op == "call_function" and node not in kept
+        }
+        claims: Claims = {}
+        for info in self.session.backends:
+            answers: list[Claim | Decline] = []
+            if kind != "inference" and not info.training:
+                answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
+            else:
+                try:
+                    answers = self.session.call(
+                        "fuseboard_claim",
+                        info.name,
+                        graph=copy_graph(graph),
+                        kind=kind,
+                        options=self.session.options(info.name),
+                    ) or []
+                except PluginError as error:
+                    self._tripped(report, info.name, "claim", error, "the other backends")
+            refused = {name: why_unsupported(info, node) for name, node in nodes.items()}
+            claims[info.name] = _arbitrated(answers, {n: r for n, r in refused.items() if r}, nodes)
+        return claims
+
+    def _plan(
+        self, graph: GraphModule, kind: GraphKind, claims: Claims, report: GraphReport
+    ) -> Plan:
+        """The plan hook's answer, checked; the default's where it breaks a rule."""
+        arguments: dict[str, Any] = {
+            "graph": graph,
+            "kind": kind,
+            "claims": claims,
+            "backends": self.session.backends,
+        }
+        who = "fuseboard_plan"
+        try:
+            who, plan = self.session.first(
+                "fuseboard_plan", **{**arguments, "graph": copy_graph(graph)}
+            )
+            check_plan(plan, claims, who)
+            return plan  # type: ignore[no-any-return]
+        except PluginError as error:
+            self._tripped(report, error.plugin or who, "plan", error, "the default plan")
+            return plan_by_priority(**arguments)
+
+    def _tripped(
+        self, report: GraphReport, plugin: str, stage: Stage, error: PluginError, instead: str
+    ) -> None:
+        """Contain a failure that isn't a region's, or raise it if the policy says so."""
+        if decide(self.session, report.name, plugin, stage, error) == "raise":
+            raise RegionError(
+                f"plugin {plugin!r} failed in stage {stage!r} on graph {report.name!r}: "
+                f"{describe(error)}. The policy is on_failure='raise'; 'next' and 'eager' "
+                "contain it."
+            ) from error
+        trip(report, plugin, stage, report.name, error, instead)
+
+    # --- reporting ------------------------------------------------------------------------------
+
+    def _report(self, kind: GraphKind) -> GraphReport:
+        number = next(_graph_numbers.setdefault(kind, itertools.count()))
+        frame = f"{torch_internals.compile_id()} {self.frame}".strip()
+        report = GraphReport(name=f"{kind}{number}", kind=kind, frame=frame)
+        report.notes.extend(self.session.notes)
+        return report
+
+    def _describe_nodes(
+        self,
+        graph: GraphModule,
+        kept: Mapping[Node, str],
+        plan: Plan,
+        claims: Claims,
+        sites: Sequence[Site],
+        report: GraphReport,
+    ) -> None:
+        homes = {node: site for site in sites for node in site.cut.nodes}
+        declines = {
+            backend: {d.node: d.reason for d in answers if isinstance(d, Decline)}
+            for backend, answers in claims.items()
+        }
+        for node in graph.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node in kept:
+                backend, region, reason = "board", "", kept[node]
+            else:
+                region, reason = homes[node].lowered.region.name, plan.reasons[node.name]
+                backend = homes[node].lowered.region.backend
+                if backend != plan.placements[node.name]:
+                    reason = f"{plan.placements[node.name]} tripped"
+            report.nodes.append(
+                NodeReport(
+                    name=node.name,
+                    op=target_name(node),
+                    backend=backend,
+                    region=region,
+                    reason=reason,
+                    source=source_line(node),
+                    declined={
+                        name: reasons[node.name]
+                        for name, reasons in declines.items()
+                        if node.name in reasons and reasons[node.name]
+                    },
+                )
+            )
+
+
+def _arbitrated(
+    answers: Sequence[Claim | Decline], refused: Mapping[str, str], nodes: Mapping[str, Node]
+) -> list[Claim | Decline]:
+    """Claims without nodes that the board refuses or that aren't there, and all the declines."""
+    result: list[Claim | Decline] = []
+    for answer in answers:
+        if isinstance(answer, Claim):
+            allowed = frozenset(n for n in answer.nodes if n in nodes and n not in refused)
+            if allowed:
+                result.append(Claim(allowed, answer.native & allowed))
+        elif answer.node in nodes and answer.node not in refused:
+            result.append(answer)
+    result.extend(Decline(name, reason) for name, reason in refused.items())
+    return result
+
+
+def _claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
+    return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
+
+
+@contextmanager
+def _timed(report: GraphReport, stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -1,0 +1,97 @@
+"""Whether a lowered region keeps its contract on a real call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuseboard import torch_internals
+from fuseboard.contracts import Region, Verdict
+
+
+def verify(
+    region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]
+) -> Verdict:
+    """Check count, types, dtypes, shapes, devices and strides of a region's outputs.
+
+    Sizes that were symbolic when the region was captured are compared where they are known.
+    """
+    if not isinstance(result, list | tuple):
+        return Verdict(False, f"returned {type(result).__name__}, not a tuple or list")
+    if len(result) != len(expected):
+        return Verdict(False, f"returned {len(result)} outputs, expected {len(expected)}")
+    for number, (want, got) in enumerate(zip(expected, result, strict=True)):
+        problem = _problem(want, got)
+        if problem:
+            return Verdict(False, f"output {number} {problem}")
+    return Verdict(True)
+
+
+def _problem(want: Any, got: Any) -> str:
+    if want is None:
+        return "" if got is None else f"is {type(got).__name__}, expected None"
+    if not isinstance(want, torch.Tensor):
+        if isinstance(got, torch.Tensor):
+            return f"is a tensor, expected {type(want).__name__}"
+        return ""
+    if not isinstance(got, torch.Tensor):
+        return f"is {type(got).__name__}, expected a tensor"
+    if got.dtype != want.dtype:
+        return f"has dtype {got.dtype}, expected {want.dtype}"
+    if got.device.type != want.device.type:
+        return f"is on {got.device}, expected {want.device}"
+    if got.layout != want.layout:
+        return f"has layout {got.layout}, expected {want.layout}"
+    if len(got.shape) != len(want.shape) or _differ(want.shape, got.shape):
+        return f"has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if want.layout == torch.strided and got.numel() > 0:
+        pairs = [
+            (expected, actual)
+            for expected, actual, size in zip(want.stride(), got.stride(), got.shape, strict=True)
+            if size > 1
+        ]
+        if _differ([e for e, _ in pairs], [a for _, a in pairs]):
+            return f"has strides {got.stride()}, expected {tuple(want.stride())}"
+    return ""
+
+
+def _differ(expected: Sequence[Any], actual: Sequence[int]) -> bool:
+    return any(
+        int(want) != have
+        for want, have in zip(expected, actual, strict=True)
+        if isinstance(want, int) or not torch_internals.free_symbols(want)
+    )
+
+
+def shares_storage(
+    outputs: Sequence[Any], inputs: Sequence[Any], may_share: Sequence[frozenset[int]]
+) -> list[int]:
+    """Positions of outputs that share storage although they must not.
+
+    :param may_share: for each output, the outputs that may share its storage; one that may
+        share an input's has -1 among them.
+    """
+    taken = {
+        torch_internals.storage_address(value)
+        for value in inputs
+        if isinstance(value, torch.Tensor) and _has_memory(value)
+    }
+    wrong: list[int] = []
+    first: dict[int, int] = {}
+    for number, value in enumerate(outputs):
+        if not isinstance(value, torch.Tensor) or not _has_memory(value):
+            continue
+        address = torch_internals.storage_address(value)
+        if (address in taken and -1 not in may_share[number]) or (
+            address in first and first[address] not in may_share[number]
+        ):
+            wrong.append(number)
+        else:
+            first.setdefault(address, number)
+    return wrong
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    return value.layout == torch.strided and value.numel() > 0

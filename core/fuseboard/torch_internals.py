@@ -1,0 +1,200 @@
+"""The one module of core that reaches torch's private APIs.
+
+Read against torch 2.13 (``torch/_guards.py``, ``torch/_functorch/aot_autograd.py``,
+``torch/_functorch/partitioners.py``, ``torch/_dynamo/backends/common.py``); everything that moved
+between 2.11 and 2.14 is probed by signature or attribute, never by version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+@dataclass(frozen=True)
+class InputRoles:
+    """What AOTAutograd knows of a graph's inputs, by position.
+
+    :ivar static: parameters and buffers.
+    :ivar mutated: inputs that the call writes to (in the epilogue, outside of the graph).
+    :ivar visible_outputs: how many leading outputs the caller sees; the others are saved for
+        the backward.
+    """
+
+    static: frozenset[int]
+    mutated: frozenset[int]
+    visible_outputs: int | None
+
+
+def aot_autograd(**compilers: Any) -> Callable[..., Any]:
+    """AOTAutograd as a Dynamo backend; see ``torch._dynamo.backends.common``."""
+    from torch._dynamo.backends.common import aot_autograd as torch_aot_autograd
+
+    return torch_aot_autograd(**compilers)  # type: ignore[no-any-return]
+
+
+def input_roles() -> InputRoles:
+    """The roles of the inputs of the forward or inference graph that is being compiled."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is None:
+        return InputRoles(frozenset(), frozenset(), None)
+    mutated = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
+    mutated |= {i for i, info in enumerate(metadata.input_info) if info.mutates_metadata}
+    return InputRoles(
+        static=frozenset(metadata.static_input_indices or ()),
+        mutated=frozenset(mutated),
+        visible_outputs=getattr(metadata, "num_forward", None),
+    )
+
+
+def compile_id() -> str:
+    """Dynamo's id of the compile that is under way, such as ``0/1``; empty outside of one."""
+    context = torch._guards.CompileContext.try_get()
+    return str(context.compile_id) if context is not None and context.compile_id else ""
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The FakeTensorMode of fake values, or None where there is none."""
+    for value in values:
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode
+    context = torch._guards.TracingContext.try_get()
+    return context.fake_mode if context is not None else None
+
+
+@contextlib.contextmanager
+def isolated_tracing(fake_mode: Any) -> Iterator[None]:
+    """A tracing context of its own around the lowering of one region.
+
+    A backend that fills in ``TracingContext.output_strides`` or reads ``fw_metadata`` (Inductor
+    does both) would otherwise act on the whole graph's. The fake mode, and so the ShapeEnv, is
+    shared: guards are still recorded.
+    """
+    if fake_mode is None:
+        yield
+        return
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield
+
+
+def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """Keep AOTAutograd from letting backward code overwrite saved tensors.
+
+    The positions that it notes are those of the whole backward; code for a part of it would
+    overwrite other tensors (silently: see "Inductor on regions" in docs/design.md).
+    """
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=False)  # type: ignore[no-any-return]
+
+
+def min_cut_partition(
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    memory_budget: float,
+    keywords: dict[str, Any],
+) -> tuple[GraphModule, GraphModule]:
+    """torch's min-cut rematerialisation with a memory budget."""
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    accepted = inspect.signature(min_cut_rematerialization_partition).parameters
+    further = {key: value for key, value in keywords.items() if key in accepted}
+    if "static_lifetime_input_indices" in accepted:
+        further["static_lifetime_input_indices"] = list(static_inputs)
+    with config.patch(activation_memory_budget=memory_budget):
+        forward, backward = min_cut_rematerialization_partition(
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, **further
+        )
+    return forward, backward
+
+
+def retrace(
+    graph: GraphModule, inputs: Sequence[Any], table: dict[Any, Callable[..., Any]]
+) -> GraphModule:
+    """Trace a graph again under a decomposition table, on its own fake inputs."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = fake_mode_of(inputs)
+    with (
+        mode if mode is not None else contextlib.nullcontext(),
+        enable_python_dispatcher(),
+        torch.fx.traceback.preserve_node_meta(),
+    ):
+        return make_fx(torch.fx.Interpreter(graph).run, decomposition_table=table)(*inputs)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """An integer that is equal for tensors on one storage, while both live."""
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+
+
+def overlapping(tensors: list[torch.Tensor]) -> set[int]:
+    """Positions of the tensors whose memory overlaps that of another one of the list."""
+    from torch._C._dynamo.guards import compute_overlapping_tensors
+
+    return set(compute_overlapping_tensors(tensors, symbolic=False))
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute on real tensors although a fake mode is active (compilers run under one)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+def size_hint(value: Any) -> int:
+    """A symbolic int's value in the example that is being compiled; 4096 for unbacked ones."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint if value.node.has_hint() else None
+        return 4096 if hint is None else int(hint)
+    return int(value)
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in a fake tensor's sizes, strides and offset, or in a SymInt."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as torch_free_symbols
+
+    return set(torch_free_symbols(value))
+
+
+def plain_symbol(value: Any) -> Any:
+    """The symbol, where a SymInt is just that; else None."""
+    import sympy
+
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
+def unbacked_symbols(node: Node) -> bool:
+    """Whether a node's value has sizes that only its data decide."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(
+        bool(free_unbacked_symbols(item))
+        for item in values
+        if isinstance(item, torch.Tensor | torch.SymInt)
+    )
+
+
+def direct_call(target: Any) -> Any:
+    """What an op overload's ``__call__`` calls: one Python frame less on the hot path."""
+    if isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "_op", target)
+    return target

@@ -1,0 +1,95 @@
+"""torch's own compiler, Inductor: whole graphs and regions, inference and training.
+
+It fuses pointwise work and reductions into C++ or Triton kernels, so it needs a C++ compiler on
+CPU. Options: ``[tool.fuseboard.plugins.inductor]``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch.fx import GraphModule
+
+import fuseboard
+from fuseboard import BackendInfo, Claim, Decline, LoweredRegion, Region
+
+
+class Options(BaseModel):
+    """What ``[tool.fuseboard.plugins.inductor]`` may hold."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_autotune: bool = Field(False, description="Try more kernels for matrix products.")
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further settings of torch._inductor.config, by their names there.",
+    )
+
+
+@fuseboard.hookimpl
+def fuseboard_backend() -> BackendInfo:
+    """Ready where there is a C++ compiler (CPU) or Triton (GPU)."""
+    compiler = _cpp_compiler()
+    gpu = torch.cuda.is_available()
+    return BackendInfo(
+        name="inductor",
+        device_types=frozenset({"cpu", "cuda"} if compiler else {"cuda"}),
+        training=True,
+        dynamic_shapes=True,
+        available=bool(compiler) or gpu,
+        reason=""
+        if compiler or gpu
+        else "no C++ compiler found: install g++ or clang, or set the environment variable CXX",
+        fingerprint=f"{torch.__version__} {compiler} {sys.platform}",
+        options=Options,
+    )
+
+
+def _cpp_compiler() -> str | None:
+    """The compiler that Inductor would use; a look at the path, nothing is run."""
+    import os
+
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
+        found = shutil.which(name)
+        if found:
+            return found
+    return None
+
+
+@fuseboard.hookimpl
+def fuseboard_decompositions(kind: str, options: Options) -> dict[Any, Callable[..., Any]]:
+    """Inductor's own table."""
+    from fuseboard_inductor._compile import decomposition_table
+
+    return decomposition_table()
+
+
+@fuseboard.hookimpl
+def fuseboard_fuse(
+    graph: GraphModule, kind: str, region: Region | None
+) -> list[fuseboard.Fusion] | None:
+    """Inductor's joint-graph passes, on joint graphs."""
+    from fuseboard_inductor._compile import joint_passes
+
+    return joint_passes(graph) if kind == "joint" and region is None else None
+
+
+@fuseboard.hookimpl
+def fuseboard_claim(graph: GraphModule, kind: str) -> list[Claim | Decline]:
+    """Every op but those that it is known to get wrong."""
+    from fuseboard_inductor._known_wrong import why_not
+
+    return fuseboard.claim_nodes(graph, why_not)
+
+
+@fuseboard.hookimpl
+def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
+    """Compile the region as a graph of its own."""
+    from fuseboard_inductor._compile import lower_region
+
+    return lower_region(region, inputs)

@@ -1,0 +1,166 @@
+"""The one module that reaches Inductor's internals.
+
+Read against torch 2.13: ``torch/_inductor/compile_fx.py`` (``compile_fx_inner``,
+``compile_fx_forward``, ``_recursive_joint_graph_passes``), ``torch/_inductor/decomposition.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard import Fusion, LoweredRegion, LoweringError, Region
+
+
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """What Inductor decomposes before it lowers.
+
+    The table without Inductor's own random numbers: with those the same seed wouldn't give
+    eager's. They are put in when a region with ``random="fast"`` is lowered.
+    """
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(fallback_random=True):
+        return dict(select_decomp_table())
+
+
+def joint_passes(graph: GraphModule) -> list[Fusion]:
+    """Inductor's passes over a joint graph, as one rewrite."""
+
+    def apply() -> None:
+        result = _joint_graph_passes(graph)
+        if result is not graph:
+            graph.graph = result.graph
+
+    return [Fusion("inductor's joint-graph passes", (), apply)]
+
+
+def _joint_graph_passes(graph: GraphModule) -> GraphModule:
+    from torch._inductor import compile_fx
+
+    passes = compile_fx._recursive_joint_graph_passes
+    keywords: dict[str, Any] = {}
+    accepted = inspect.signature(passes).parameters
+    if "skip_invoke_subgraph" in accepted:
+        keywords["skip_invoke_subgraph"] = True
+    if "input_device" in accepted:
+        keywords["input_device"] = _device_of(graph)
+    result = passes(graph, **keywords)
+    return graph if result is None else result
+
+
+def _device_of(graph: GraphModule) -> torch.device:
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")
+
+
+def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
+    """Compile a region through ``compile_fx_inner``."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    graph = region.graph
+    settings = _settings(region)
+    with config.patch(settings), _fake_mode_of(inputs) as mode:
+        if region.kind == "inference":
+            graph = _joint_graph_passes(graph)
+        output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+        output.meta["user_visible_output_idxs"] = [
+            i for i, value in enumerate(output.args[0]) if isinstance(value, Node)
+        ]
+        with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
+            with _count_fallbacks() as fallbacks:
+                compiled = compile_fx_inner(
+                    graph,
+                    list(inputs),
+                    static_input_idxs=list(region.static_inputs),
+                    is_backward=region.kind == "backward",
+                    is_inference=region.kind == "inference",
+                )
+    if not callable(compiled):
+        raise LoweringError(f"Inductor returned {type(compiled).__name__}, nothing to call")
+    notes = tuple(f"fell back to ATen: {name} ({n}x)" for name, n in sorted(fallbacks.items()))
+    return LoweredRegion(call=_boxed(compiled), notes=notes)
+
+
+def _boxed(compiled: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    """The compiled graph as a boxed callable."""
+    if getattr(compiled, "_boxed_call", False):
+        return compiled  # type: ignore[no-any-return]
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        inputs = list(args)
+        args.clear()
+        return compiled(*inputs)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _settings(region: Region) -> dict[str, Any]:
+    """What ``torch._inductor.config`` is while the region is compiled.
+
+    :raises LoweringError: the option ``config`` names a setting that Inductor hasn't.
+    """
+    from torch._inductor import config
+
+    options = region.options
+    settings: dict[str, Any] = {
+        "fallback_random": region.random == "eager",
+        "keep_output_stride": True,
+    }
+    if options is not None:
+        settings["max_autotune"] = options.max_autotune
+        settings.update(options.config)
+    known = config.get_config_copy() if hasattr(config, "get_config_copy") else settings
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise LoweringError(f"plugins.inductor.config: Inductor has no setting {unknown[0]!r}")
+    return settings
+
+
+@contextlib.contextmanager
+def _fake_mode_of(inputs: Sequence[Any]) -> Iterator[Any]:
+    modes = [mode for mode in (getattr(v, "fake_mode", None) for v in inputs) if mode is not None]
+    if modes:
+        yield modes[0]
+        return
+    context = torch._guards.TracingContext.try_get()
+    yield context.fake_mode if context is not None else None
+
+
+@contextlib.contextmanager
+def _count_fallbacks() -> Iterator[dict[str, int]]:
+    """Ops that Inductor leaves to ATen kernels during the block, with their number.
+
+    Read from ``torch._dynamo.utils.counters["inductor"]`` and the extern kernels' log; empty
+    where a cache served the code.
+    """
+    from torch._inductor import ir
+
+    found: dict[str, int] = {}
+    kernel = getattr(ir, "FallbackKernel", None)
+    if kernel is None:
+        yield found
+        return
+    original = kernel.__init__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        name = str(getattr(self, "op_overload", None) or "unknown")
+        found[name] = found.get(name, 0) + 1
+
+    kernel.__init__ = counting
+    try:
+        yield found
+    finally:
+        kernel.__init__ = original
