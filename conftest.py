@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ for _name in [name for name in os.environ if name.startswith("FUSEBOARD_")]:
 
 import pytest  # noqa: E402  # after the environment is set
 import torch  # noqa: E402
+
+# torch's structured trace logs hundreds of empty lines a compile; a failing test would show them.
+logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True)
