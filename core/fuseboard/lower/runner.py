@@ -117,6 +117,8 @@ class Runner:
 
     def _build(self, checked: bool) -> Boxed:
         """Write and compile the function."""
+        if not checked and self._passes_through():
+            return self._build_passing()
         source = Source()
         name = source.unique(self.report.name)
         contained = checked or self.kind != "backward"
@@ -132,10 +134,10 @@ class Runner:
         everything = ", ".join(names[node] for node in placeholders)
         indent = 2 if contained else 1
         site_local = source.unique("site")
+        random_state = source.unique("random_state")
+        if checked:
+            source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
         if contained:
-            if checked:
-                random_state = source.unique("random_state")
-                source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
             source.line(f"{site_local} = -1")
             source.line("try:")
         self._write_weights_check(source, names, indent)
@@ -150,6 +152,32 @@ class Runner:
             state = f", {random_state}" if checked else ""
             source.line("except Exception as error:")
             source.line(f"return {recover}(error, {site_local}, [{everything}]{state})", 2)
+        return source.function(name, "args")
+
+    def _passes_through(self) -> bool:
+        """One region is all there is: its list is the call's, its results are the call's."""
+        if len(self.sites) != 1 or self._sets is not None or self._cloned:
+            return False
+        cut = self.sites[0].cut
+        return (
+            cut.inputs == self.graph.graph.find_nodes(op="placeholder")
+            and tuple(cut.outputs) == self._results
+            and len(self.sites[0].lowered.keeps) == len(cut.inputs)
+        )
+
+    def _build_passing(self) -> Boxed:
+        """The plain function where there is nothing to do but to call the region."""
+        source = Source()
+        name = source.unique(self.report.name)
+        region = source.bind(self.sites[0].lowered.call, "region0")
+        if self.kind == "backward":
+            source.line(f"return {region}(args)")
+        else:
+            source.line("inputs = args.copy()")
+            source.line("try:")
+            source.line(f"return {region}(args)", 2)
+            source.line("except Exception as error:")
+            source.line(f"return {source.bind(self._recover, 'recover')}(error, 0, inputs)", 2)
         return source.function(name, "args")
 
     def _write_weights_check(self, source: Source, names: dict[Node, str], indent: int) -> None:
@@ -182,6 +210,8 @@ class Runner:
         drops = self._drops(steps, contained=bool(local))
         for number, (step, _) in enumerate(steps):
             if isinstance(step, Node):
+                if local and number == len(self.sites):
+                    source.line(f"{local} = {number}", indent)
                 names[step] = source.unique(step.name)
                 source.line(f"{names[step]} = {source.call(step, names)}", indent)
             else:
@@ -283,7 +313,10 @@ class Runner:
         region = site.lowered.region
         if random_state is not None:
             torch.set_rng_state(random_state)
-        results = boxed_function(self._captured, f"{self.report.name}.eager")(list(inputs))
+        try:
+            results = boxed_function(self._captured, f"{self.report.name}.eager")(list(inputs))
+        except Exception as users_own:
+            raise users_own from None
         action = decide(self.session, region.name, region.backend, "run", error)
         if action == "raise" or region.backend == "eager":
             raise region_error(region, "run", error) from error
