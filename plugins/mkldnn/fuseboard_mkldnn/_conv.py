@@ -1,0 +1,309 @@
+"""2-D convolutions: batch norm folded, weight packed, post-operation or residual inside."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+import fuseboard
+from fuseboard_mkldnn import _ops
+from fuseboard_mkldnn._exact import all_finite, checked
+from fuseboard_mkldnn._graph import (
+    Editor,
+    aten,
+    calls,
+    channels_last,
+    has_strides_of,
+    is_channels_last,
+    is_contiguous,
+    is_empty,
+    is_plain_clone,
+    sole_user,
+    tensor,
+)
+from fuseboard_mkldnn._layout import linked, to_strides_of
+from fuseboard_mkldnn._options import Options
+from fuseboard_mkldnn._pack import Budget, ConvolutionShape, choose_convolution
+from fuseboard_mkldnn._pointwise import post_op, residual
+
+BATCH_NORMS = (
+    aten._native_batch_norm_legit_no_training.default,
+    aten.native_batch_norm.default,
+)
+
+
+@dataclass
+class Convolution:
+    """One convolution and what follows it.
+
+    :ivar node: the ``convolution``.
+    :ivar nodes: all that the rewrite replaces, in graph order.
+    :ivar norm: the batch norm among them.
+    :ivar add: the node among them that adds a residual.
+    :ivar post: the post-operation among them; it comes last.
+    """
+
+    node: Node
+    nodes: list[Node] = field(default_factory=list)
+    norm: Node | None = None
+    add: Node | None = None
+    post: Node | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as ``conv+bn+add+relu``."""
+        parts = ["conv", *(["bn"] if self.norm is not None else [])]
+        parts += ["add"] if self.add is not None else []
+        parts += [post_op(self.post).name] if self.post is not None else []
+        return "+".join(parts)
+
+
+def is_convolution(node: Node) -> bool:
+    """Whether a node is a convolution that oneDNN's operators here can run, its weight aside."""
+    if not calls(node, aten.convolution.default) or len(node.args) < 9:
+        return False
+    x, weight, result = tensor(node.args[0]), tensor(node.args[1]), tensor(node)
+    if x is None or weight is None or result is None or x.dim() != 4 or weight.dim() != 4:
+        return False
+    if node.args[6] or any(one.device.type != "cpu" for one in (x, weight)):
+        return False
+    if any(map(is_empty, (x, weight, result))):
+        return False
+    bias = tensor(node.args[2])
+    dtypes = {x.dtype, weight.dtype, *([bias.dtype] if bias is not None else [])}
+    if dtypes != {torch.float32} and not (dtypes == {torch.bfloat16} and _ops.bfloat16_supported()):
+        return False
+    numbers = (*weight.shape, *node.args[3], *node.args[4], *node.args[5], node.args[8])
+    if not all(isinstance(number, int) for number in numbers):
+        return False
+    # Only these two layouts can be given back.
+    return is_contiguous(result) or is_channels_last(result)
+
+
+def is_folded_norm(node: Node, static: set[Node] | None = None) -> bool:
+    """Whether a node is an inference batch norm (with static statistics, if known)."""
+    if not calls(node, *BATCH_NORMS):
+        return False
+    if calls(node, aten.native_batch_norm.default) and node.args[5]:
+        return False  # training: the statistics are those of the batch
+    further = [arg for arg in node.args[1:5] if arg is not None]
+    known = static is None or static.issuperset(further)
+    return known and isinstance(node.args[3], Node) and isinstance(node.args[4], Node)
+
+
+def find_convolutions(graph: GraphModule, static: set[Node], taken: set[Node]) -> list[Convolution]:
+    """Convolutions whose weight is static, with what can be fused to them.
+
+    :param taken: nodes of other rewrites; those of these are added.
+    """
+    found: list[Convolution] = []
+    order = {node: position for position, node in enumerate(graph.graph.nodes)}
+    # From the end: of two convolutions whose results are added, the later one takes the addition,
+    # because the other one's result is there by then.
+    for node in reversed(list(graph.graph.nodes)):
+        if not is_convolution(node) or node.args[1] not in static or node.args[0] in static:
+            continue
+        one = Convolution(node=node, nodes=[node])
+        _follow(one, static, taken)
+        one.nodes.sort(key=order.__getitem__)
+        taken.update(one.nodes)
+        found.append(one)
+    return found[::-1]
+
+
+def _follow(one: Convolution, static: set[Node], taken: set[Node]) -> None:
+    """Take in what follows, as long as each result has one user."""
+    result = one.node
+    while one.post is None and (user := sole_user(result)) is not None and user not in taken:
+        if one.add is None and one.norm is None and _folds(one, user, result, static):
+            one.norm = user
+            one.nodes.append(user)
+            user = sole_user(user)
+        elif not _take(one, user, result):
+            return
+        one.nodes.append(user)
+        result = user
+
+
+def _take(one: Convolution, user: Node, result: Node) -> bool:
+    """Take in one node that keeps the shape, if it is of a kind that can be."""
+    found = tensor(user)
+    if found is None or not has_strides_of(found, tensor(result)):
+        return False
+    if is_plain_clone(user):
+        return True
+    post = post_op(user)
+    if post is not None:
+        # After a sum oneDNN's operator takes relu alone.
+        one.post = user if one.add is None or post.name == "relu" else None
+        return one.post is not None
+    if one.add is None and residual(user, result) is not None:
+        one.add = user
+        return True
+    return False
+
+
+def _folds(one: Convolution, user: Node, result: Node, static: set[Node]) -> bool:
+    """Whether ``user`` is a batch norm of ``result`` that can be folded into the weight."""
+    if not is_folded_norm(user, static) or user.args[0] is not result:
+        return False
+    bias = one.node.args[2]
+    item = sole_user(user)
+    return (bias is None or bias in static) and item is not None and item.args[1:] == (0,)
+
+
+# --- choosing -----------------------------------------------------------------------------------
+
+
+def fuse_convolutions(
+    graph: GraphModule, static: set[Node], taken: set[Node], options: Options, budget: Budget
+) -> list[fuseboard.Fusion]:
+    """A fusion for each convolution that something is gained for."""
+    found = find_convolutions(graph, static, taken)
+    feeding = linked({one.node for one in found})
+    packed = {one.node: _packs(one, one.node in feeding, options, budget) for one in found}
+    checks = any(
+        packed[one.node] and one.post is not None and post_op(one.post).drops_nan for one in found
+    )
+    return [
+        fuseboard.Fusion(
+            name=f"{one.name} ({'packed' if packed[one.node] else 'plain'})",
+            nodes=tuple(node.name for node in one.nodes),
+            apply=lambda one=one: _apply(one, packed[one.node], checks),
+        )
+        for one in found
+        if packed[one.node] or one.norm is not None
+    ]
+
+
+def _packs(one: Convolution, feeds: bool, options: Options, budget: Budget) -> bool:
+    """Whether the packed kernel is to run a convolution.
+
+    It reads and writes channels-last. Between convolutions that is for free; one that stands
+    alone pays for converting, and may then be slower than the plain kernel: it is measured.
+    """
+    if options.channels_last == "never":
+        return False
+    if options.channels_last == "always" or feeds or is_channels_last(tensor(one.node)):
+        return True
+    return choose_convolution(_shape(one), budget) == "packed"
+
+
+def _shape(one: Convolution) -> ConvolutionShape:
+    x, weight = tensor(one.node.args[0]), tensor(one.node.args[1])
+    stride, padding, dilation = (tuple(_pair(arg)) for arg in one.node.args[3:6])
+    return ConvolutionShape(
+        x=tuple(_ops.size_hint(size) or 1 for size in x.shape),
+        weight=tuple(weight.shape),
+        padding=padding,
+        stride=stride,
+        dilation=dilation,
+        groups=one.node.args[8],
+        dtype=x.dtype,
+    )
+
+
+# --- rewriting ----------------------------------------------------------------------------------
+
+
+def fold_batch_norm(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight (O, I/groups, H, W) and bias (O,) of a convolution that does the norm as well.
+
+    Computed in float64, so that each value is rounded once.
+    """
+    scale = torch.rsqrt(variance.double() + eps)
+    if norm_weight is not None:
+        scale = scale * norm_weight.double()
+    shift = -mean.double() if bias is None else bias.double() - mean.double()
+    shift = shift * scale
+    if norm_bias is not None:
+        shift = shift + norm_bias.double()
+    folded = weight.double() * scale.view(-1, 1, 1, 1)
+    return folded.to(weight.dtype), shift.to(weight.dtype)
+
+
+def _apply(one: Convolution, packed: bool, checks: bool) -> None:
+    """Replace a convolution and what follows it."""
+    edit = Editor(one.nodes[-1])
+    weight, bias = _folded(edit, one)
+    if packed:
+        result = _emit_packed(edit, one, weight, bias, checks)
+    else:
+        args = (one.node.args[0], weight, bias, *one.node.args[3:])
+        result = edit.call(aten.convolution.default, args, tensor(one.node))
+        if one.add is not None:
+            result = edit.call(aten.add.Tensor, (result, _operand(one)), tensor(one.add))
+        if one.post is not None:
+            args = (result, *one.post.args[1:])
+            result = edit.call(one.post.target, args, tensor(one.post), dict(one.post.kwargs))
+    edit.replace(result, one.nodes)
+
+
+def _folded(edit: Editor, one: Convolution) -> tuple[Node, Node | None]:
+    """Weight and bias, with the batch norm folded in."""
+    weight, bias = one.node.args[1:3]
+    if one.norm is None:
+        return weight, bias
+    norm = one.norm.args
+    eps = norm[6] if calls(one.norm, BATCH_NORMS[0]) else norm[7]
+    dense = tensor(weight)
+    vals = (dense, dense.new_empty((dense.shape[0],)))
+    both = edit.call(fold_batch_norm, (weight, bias, *norm[1:5], eps), vals)
+    return (
+        edit.call(operator.getitem, (both, 0), vals[0]),
+        edit.call(operator.getitem, (both, 1), vals[1]),
+    )
+
+
+def _emit_packed(
+    edit: Editor, one: Convolution, weight: Node, bias: Node | None, checks: bool
+) -> Node:
+    """The packed kernel with what follows it, and the conversion to the strides that were."""
+    x, dense = one.node.args[0], tensor(weight)
+    stride, padding, dilation = (_pair(arg) for arg in one.node.args[3:6])
+    shape = (padding, stride, dilation, one.node.args[8])
+    sizes = [_ops.size_hint(size) for size in tensor(x).shape]
+    reorder = torch.ops.mkldnn._reorder_convolution_weight.default
+    packed = edit.call(reorder, (weight, *shape, sizes), dense)
+    post = post_op(one.post) if one.post is not None else None
+    inside = post if post is not None and not post.drops_nan and one.add is None else None
+    val = channels_last(tensor(one.node))
+    pointwise = torch.ops.mkldnn._convolution_pointwise
+    args: tuple[Any, ...]
+    if one.add is not None:
+        args = (x, _operand(one), packed, bias, *shape, "add", 1.0, None, [], None)
+        result = edit.call(pointwise.binary, args, val)
+    else:
+        attr, scalars = (inside.attr, list(inside.scalars)) if inside else ("none", [])
+        args = (x, packed, bias, *shape, attr, scalars, inside.algorithm if inside else "")
+        result = edit.call(pointwise.default, args, val)
+    if checks:
+        operands = (weight,) if bias is None else (weight, bias)
+        flag = edit.call(all_finite, operands, dense.new_empty((), dtype=torch.bool))
+        result = edit.call(checked, (result, flag), val)
+    if post is not None and inside is None:
+        args = (result, *one.post.args[1:])
+        result = edit.call(one.post.target, args, val, dict(one.post.kwargs))
+    return to_strides_of(edit, result, tensor(one.nodes[-1]))
+
+
+def _pair(numbers: list[int]) -> list[int]:
+    return list(numbers) * 2 if len(numbers) == 1 else list(numbers)
+
+
+def _operand(one: Convolution) -> Node:
+    """What the residual adds to the convolution's own result."""
+    left, right = one.add.args[:2]
+    return right if left in one.nodes else left

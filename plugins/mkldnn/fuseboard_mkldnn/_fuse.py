@@ -1,0 +1,26 @@
+"""All rewrites of one region."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+import fuseboard
+from fuseboard_mkldnn._conv import fuse_convolutions
+from fuseboard_mkldnn._graph import static_nodes
+from fuseboard_mkldnn._linear import fuse_linears
+from fuseboard_mkldnn._options import Options
+from fuseboard_mkldnn._pack import Budget
+
+
+def fuse_region(
+    graph: GraphModule, region: fuseboard.Region, options: Options | None
+) -> list[fuseboard.Fusion]:
+    """Convolutions and linear layers; no node is in two rewrites."""
+    options = options or Options()
+    static = static_nodes(graph, region.static_inputs)
+    budget = Budget(options.measure_budget_s)
+    taken: set[Node] = set()
+    return [
+        *fuse_convolutions(graph, static, taken, options, budget),
+        *fuse_linears(graph, static, taken, options, budget),
+    ]

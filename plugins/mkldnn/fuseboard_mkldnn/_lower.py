@@ -1,0 +1,44 @@
+"""A rewritten region as flat code that calls torch's operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch.fx import GraphModule
+
+import fuseboard
+from fuseboard_mkldnn._bindings import bind
+from fuseboard_mkldnn._exact import Guard, fast_copy
+from fuseboard_mkldnn._layout import sink_conversions
+from fuseboard_mkldnn._memory import write_in_place
+
+
+def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
+    """Tidy the rewritten graph, and turn it into code; twice where NaN must be kept apart."""
+    fast = fast_copy(region.graph)
+    exact = _lower_graph(region, region.graph)
+    if fast is None:
+        return exact
+    graph, guard = fast
+    return fuseboard.LoweredRegion(
+        call=_guarded(_lower_graph(region, graph).call, exact.call, guard),
+        notes=("relu is fused where inputs and weights are finite; other calls run it apart",),
+    )
+
+
+def _lower_graph(region: fuseboard.Region, graph: GraphModule) -> fuseboard.LoweredRegion:
+    sink_conversions(graph)
+    write_in_place(graph)
+    bind(graph)
+    graph.recompile()
+    return fuseboard.lower_eagerly(dataclasses.replace(region, graph=graph))
+
+
+def _guarded(fast: Any, exact: Any, guard: Guard) -> Any:
+    holds = guard.holds
+
+    def call(args: list[Any]) -> Any:
+        return fast(args) if holds(args) else exact(args)
+
+    return call

@@ -1,0 +1,126 @@
+"""Results written over values that nobody reads any more: fewer allocations, same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard_mkldnn._exact import CONVOLUTION, CONVOLUTION_ADD
+from fuseboard_mkldnn._graph import (
+    VIEWS,
+    argument,
+    aten,
+    calls,
+    has_strides_of,
+    is_channels_last,
+    is_contiguous,
+    is_view,
+    same_sizes,
+    tensor,
+)
+from fuseboard_mkldnn._pointwise import IN_PLACE, POST_OPS, post_op
+
+pointwise = torch.ops.mkldnn._linear_pointwise
+
+#: Ops whose result is always memory of its own.
+FRESH = frozenset(
+    {
+        CONVOLUTION,
+        CONVOLUTION_ADD,
+        pointwise.default,
+        pointwise.binary,
+        aten.add.Tensor,
+        aten.addmm.default,
+        aten.addmv.default,
+        aten.bmm.default,
+        aten.convolution.default,
+        aten.linear.default,
+        aten.mm.default,
+        aten.mul.Tensor,
+        aten.mv.default,
+        aten.sub.Tensor,
+        *POST_OPS,
+    }
+)
+#: What ``write_in_place`` puts in: the result is memory of the region's own, which nothing else
+#: reads any more.
+OVERWRITTEN = frozenset(
+    {
+        torch.Tensor.add_,
+        torch.ops.mkldnn._convolution_pointwise_.binary,
+        *IN_PLACE,
+    }
+)
+
+
+def write_in_place(graph: GraphModule) -> None:
+    """Let post-operations and additions overwrite an operand that is used for the last time."""
+    order = {node: position for position, node in enumerate(graph.graph.nodes)}
+    for node in graph.graph.nodes:
+        if calls(node, CONVOLUTION_ADD):
+            _add_into_residual(node, order)
+        elif calls(node, aten.add.Tensor):
+            _add_in_place(node, order)
+        elif node.op == "call_function" and (post := post_op(node)) is not None:
+            if _is_last_use(node.args[0], node, order):
+                node.target = post.in_place
+                node.args = (node.args[0], *post.args)
+                node.kwargs = post.kwargs
+
+
+def _add_in_place(node: Node, order: dict[Node, int]) -> None:
+    left, right = node.args[:2]
+    if argument(node, 2, "alpha", 1) != 1 or left is right:
+        return
+    if tensor(left) is None or tensor(right) is None:
+        return
+    for mine, other in ((left, right), (right, left)):
+        if _is_last_use(mine, node, order) and tensor(other).dtype == tensor(node).dtype:
+            node.target, node.args = torch.Tensor.add_, (mine, other)
+            return
+
+
+def _add_into_residual(node: Node, order: dict[Node, int]) -> None:
+    """Let a convolution add its result to the residual's memory."""
+    x, other = node.args[:2]
+    if x is other or not is_channels_last(tensor(other)):
+        return
+    if _is_last_use(other, node, order) and not _reaches(other, x):
+        node.target = torch.ops.mkldnn._convolution_pointwise_.binary
+        node.args = (other, x, *node.args[2:])
+
+
+def _is_last_use(source: Any, node: Node, order: dict[Node, int]) -> bool:
+    """Whether ``source`` is memory of the region's own that nothing reads after ``node``.
+
+    Looks through views that nothing else uses; the result must fit into the memory as it lies.
+    """
+    found, result = tensor(source), tensor(node)
+    if found is None or found.dtype != result.dtype or not same_sizes(found.shape, result.shape):
+        return False
+    if not found.is_floating_point():
+        return False
+    dense = is_contiguous(found) or is_channels_last(found)
+    if not dense or not has_strides_of(found, result):
+        return False
+    while calls(source, *VIEWS):
+        if len(source.users) != 1:
+            return False
+        node, source = source, source.args[0]
+    if not (calls(source, *FRESH) or source.target in OVERWRITTEN):
+        return False
+    return all(
+        user is node or (order[user] < order[node] and not is_view(user.target))
+        for user in source.users
+    )
+
+
+def _reaches(source: Node, x: Node) -> bool:
+    """Whether ``x`` is a view of ``source``."""
+    while x.op == "call_function" and is_view(x.target) and x.all_input_nodes:
+        x = x.all_input_nodes[0]
+        if x is source:
+            return True
+    return False

@@ -1,0 +1,122 @@
+"""torch's oneDNN and MKL operators: the one module of this plugin that reaches private APIs.
+
+Read against torch 2.13 (``aten/src/ATen/native/mkldnn/{Linear,Conv}.cpp``,
+``torch/_inductor/fx_passes/mkldnn_fusion.py``, ``torch/_meta_registrations.py``). The operators
+are registered in C++ without a promise of stability, so their presence and the names of their
+arguments are probed; versions are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+#: Where torch keeps the functions behind ``torch.nn.functional``: calling them from Python costs
+#: half of what calling an ``OpOverload`` costs.
+nn: Any = torch._C._nn
+
+#: Operator → argument names that the rewrites rely on, in order.
+EXPECTED = {
+    "mkldnn::_linear_pointwise": ("X", "W", "B", "attr", "scalars", "algorithm"),
+    "mkldnn::_linear_pointwise.binary": ("X", "other", "W", "B", "attr"),
+    "mkldnn::_reorder_linear_weight": ("self", "batch_size"),
+    "mkldnn::_convolution_pointwise": (
+        *("X", "W", "B", "padding", "stride", "dilation", "groups"),
+        *("attr", "scalars", "algorithm"),
+    ),
+    "mkldnn::_convolution_pointwise.binary": (
+        *("X", "other", "W", "B", "padding", "stride", "dilation", "groups"),
+        *("binary_attr", "alpha", "unary_attr", "unary_scalars", "unary_algorithm"),
+    ),
+    "mkldnn::_convolution_pointwise_.binary": (
+        *("other", "X", "W", "B", "padding", "stride", "dilation", "groups"),
+        *("binary_attr", "alpha", "unary_attr", "unary_scalars", "unary_algorithm"),
+    ),
+    "mkldnn::_reorder_convolution_weight": (
+        *("self", "padding", "stride", "dilation", "groups", "input_size"),
+    ),
+}
+#: The same for MKL's packed product, which builds without MKL don't have; it is optional.
+EXPECTED_MKL = {
+    "mkl::_mkl_linear": ("X", "MKL_W", "ORI_W", "B", "batch_size"),
+    "mkl::_mkl_reorder_linear_weight": ("X", "batch_size"),
+}
+
+
+def overload(qualified: str) -> Any:
+    """An operator overload by its qualified name, or None where torch hasn't got it."""
+    namespace, _, rest = qualified.partition("::")
+    name, _, variant = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, variant or "default", None)
+
+
+def _differs(qualified: str, expected: tuple[str, ...]) -> bool:
+    found = overload(qualified)
+    return found is None or tuple(arg.name for arg in found._schema.arguments) != expected
+
+
+@cache
+def why_unavailable() -> str:
+    """What this torch lacks, or an empty string."""
+    if not torch.backends.mkldnn.is_available():
+        return "this build of torch has no oneDNN (torch.backends.mkldnn.is_available() is False)"
+    other = sorted(name for name, names in EXPECTED.items() if _differs(name, names))
+    if other:
+        return f"torch {torch.__version__} has other operators than expected: {', '.join(other)}"
+    return ""
+
+
+@cache
+def has_mkl() -> bool:
+    """Whether MKL's packed product can be used."""
+    return not any(_differs(name, names) for name, names in EXPECTED_MKL.items())
+
+
+@cache
+def bfloat16_supported() -> bool:
+    """Whether oneDNN runs bfloat16 on this CPU natively (AVX-512 or better)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fingerprint() -> str:
+    """Changes with whatever the choice of kernels depends on."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {capability}, bf16={bfloat16_supported()}, mkl={has_mkl()}"
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute on real tensors although a fake mode is active (compilers run under one)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+def size_hint(value: Any) -> int | None:
+    """A size in the example that is being compiled; None where only data decide it."""
+    if isinstance(value, int):
+        return value
+    node = value.node
+    return int(node.hint) if node.has_hint() else None
+
+
+def known_equal(left: Any, right: Any) -> bool:
+    """Whether two sizes are known to be equal without a new guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    return bool(statically_known_true(left == right))
+
+
+def has_unbacked_symbols(value: Any) -> bool:
+    """Whether a fake value has sizes that only data decide."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(value))
