@@ -1,0 +1,219 @@
+"""What the project claims of its speed, measured in one run: ``python -m benchmarks check``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from benchmarks import pairs
+from benchmarks.imports import ImportCost, measure_imports
+from benchmarks.pairs import Pair
+from benchmarks.processes import Caches, empty_caches
+from benchmarks.session import Session
+from benchmarks.stats import Estimate
+
+Verdict = Literal["yes", "within the interval", "no", "not measured"]
+
+THREADS = 1
+MEMORY_MODELS = ("minilm-8x64", "bert-base-4x128", "resnet50-b4")
+MEMORY_LIMIT = 1.05
+COLD_LIMIT = 0.25
+IMPORT_LIMIT_MS = 50.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim and what came of it.
+
+    :ivar holds: ``within the interval``: the figure falls short, but its interval reaches.
+    """
+
+    claim: str
+    measured: str
+    holds: Verdict
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How often each thing is repeated."""
+
+    pairs: int = pairs.REPEATS
+    cold: int = 2
+    memory: int = 2
+    imports: int = 10
+
+
+FULL = Scale()
+QUICK = Scale(pairs=1, cold=1, memory=1, imports=4)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Measures one claim, or several of a kind.
+
+    :ivar workers: how many workers it takes at a scale, for the progress bar.
+    """
+
+    name: str
+    run: Callable[[Session, Scale], list[Finding]]
+    workers: Callable[[Scale], int]
+
+
+def judge_at_least(estimate: Estimate, limit: float) -> Verdict:
+    if estimate.value >= limit:
+        return "yes"
+    return "within the interval" if estimate.high >= limit else "no"
+
+
+def _speed_check(
+    name: str, model: str, a: str, b: str, limit: float, *, by_latency: bool = False
+) -> Check:
+    """A claim that arm ``a`` has at least ``limit`` times the speed of arm ``b``."""
+    claim = f"{model}: {a} at least {limit:g} of {b}'s speed"
+    if by_latency:
+        claim = f"{model}: a call of {a} takes no longer than one of {b}"
+
+    def run(session: Session, scale: Scale) -> list[Finding]:
+        pair = pairs.run(session, Pair(model, a, b, THREADS), scale.pairs)
+        return [speed_finding(claim, pair, limit, by_latency=by_latency)]
+
+    return Check(name, run, lambda scale: 2 * scale.pairs)
+
+
+def speed_finding(claim: str, pair: Pair, limit: float, *, by_latency: bool) -> Finding:
+    data = {"pair": pair, "limit": limit}
+    if pair.speed is None or pair.latency is None:
+        # An arm that fails or is wrong doesn't keep the claim.
+        return Finding(claim, pair.failure, "no", data)
+    judged, other = (pair.latency, pair.speed) if by_latency else (pair.speed, pair.latency)
+    names = ("times a call", "beside eager") if by_latency else ("beside eager", "times a call")
+    calls = ", ".join(f"{arm} {pair.call_ms(arm):.3f} ms" for arm in (pair.a, pair.b))
+    measured = f"{judged} {names[0]}; {other} {names[1]}; {calls}"
+    return Finding(claim, measured, judge_at_least(judged, limit), data)
+
+
+def _cold(session: Session, scale: Scale) -> list[Finding]:
+    """First calls with every cache empty; Inductor's again where only its headers are left."""
+    model, ours, theirs = "resnet50-b4", "fuseboard-mkldnn", "inductor"
+    seconds: dict[str, list[float]] = {ours: [], theirs: [], f"{theirs}, headers kept": []}
+    for _ in range(scale.cold):
+        for arm in (ours, theirs):
+            with empty_caches() as caches:
+                if failure := _first(session, model, arm, caches, seconds[arm]):
+                    return [Finding(_COLD_CLAIM, failure, "no")]
+                if arm == theirs:
+                    caches.forget_graphs()
+                    kept = seconds[f"{theirs}, headers kept"]
+                    if failure := _first(session, model, arm, caches, kept):
+                        return [Finding(_COLD_CLAIM, failure, "no")]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratio = medians[ours] / medians[theirs]
+    measured = f"{ratio:.3f}; " + ", ".join(f"{n} {v:.2f} s" for n, v in medians.items())
+    return [Finding(_COLD_CLAIM, measured, _verdict(ratio <= COLD_LIMIT), {"seconds": seconds})]
+
+
+_COLD_CLAIM = "resnet50-b4: cold first call of fuseboard-mkldnn at most 1/4 of inductor's"
+
+
+def _first(session: Session, model: str, arm: str, caches: Caches, seconds: list[float]) -> str:
+    """One ``first`` worker; its seconds are appended. Returns the failure or ""."""
+    outcome = session.measure(model, arm, THREADS, "first", caches)
+    if outcome.failure:
+        return f"{arm}: {outcome.failure}"
+    seconds.append(outcome.values["first_s"])
+    return ""
+
+
+def _memory(session: Session, scale: Scale) -> list[Finding]:
+    return [_memory_of(session, scale, model) for model in MEMORY_MODELS]
+
+
+def _memory_of(session: Session, scale: Scale, model: str) -> Finding:
+    """Peak memory of warm processes; the first process of each arm, which fills caches, is not
+    counted."""
+    claim = f"{model}: peak memory of fuseboard, warm, at most 1.05 of inductor-freezing's"
+    peaks: dict[str, list[int]] = {"fuseboard": [], "inductor-freezing": []}
+    for repeat in range(scale.memory + 1):
+        for arm, values in peaks.items():
+            outcome = session.measure(model, arm, THREADS, "first")
+            if outcome.failure:
+                return Finding(claim, f"{arm}: {outcome.failure}", "no")
+            if repeat:
+                values.append(outcome.values["peak_bytes"])
+    ours, theirs = (statistics.median(values) for values in peaks.values())
+    measured = f"{ours / theirs:.3f}; {ours / 2**20:.0f} MiB, {theirs / 2**20:.0f} MiB"
+    return Finding(claim, measured, _verdict(ours <= MEMORY_LIMIT * theirs), {"peaks": peaks})
+
+
+def _graphs(session: Session, scale: Scale) -> list[Finding]:
+    """Graph breaks on a model, recompiles when the batch size changes; against plain Inductor."""
+    claim = "mlp: fuseboard compiles as often as inductor at batches {}, and breaks no graph"
+    values: dict[str, dict[str, Any]] = {}
+    for arm in ("fuseboard", "inductor"):
+        outcome = session.measure("mlp-b64", arm, THREADS, "recompiles")
+        if outcome.failure:
+            return [Finding(claim.format("that change"), f"{arm}: {outcome.failure}", "no")]
+        values[arm] = outcome.values
+    ours, theirs = values["fuseboard"], values["inductor"]
+    batches = ", ".join(map(str, ours["batches"]))
+    holds = all(a <= b for a, b in zip(ours["graphs_after"], theirs["graphs_after"], strict=True))
+    holds &= ours["dynamo"]["graph_breaks"] <= theirs["dynamo"]["graph_breaks"]
+    measured = "; ".join(
+        f"{arm}: {v['graphs_after']} graphs, {v['dynamo']['graph_breaks']} breaks"
+        for arm, v in values.items()
+    )
+    return [Finding(claim.format(batches), measured, _verdict(holds), values)]
+
+
+def _imports(session: Session, scale: Scale) -> list[Finding]:
+    return [import_finding(measure_imports(scale.imports, session.advance))]
+
+
+def import_finding(cost: ImportCost) -> Finding:
+    measured = (
+        f"{cost.added} ms in a process with torch; process against process "
+        f"{cost.difference} ms; torch itself {cost.torch} ms"
+    )
+    claim = f"import fuseboard costs at most {IMPORT_LIMIT_MS:g} ms beyond torch's own import"
+    return Finding(claim, measured, _verdict(cost.added.value <= IMPORT_LIMIT_MS), {"cost": cost})
+
+
+def _verdict(holds: bool) -> Verdict:
+    return "yes" if holds else "no"
+
+
+CHECKS = (
+    Check("imports", _imports, lambda scale: scale.imports + 1),
+    Check("graphs", _graphs, lambda scale: 2),
+    _speed_check("mlp-call", "mlp-b1", "fuseboard", "inductor", 1.0, by_latency=True),
+    _speed_check("minilm-speed", "minilm-8x64", "fuseboard", "inductor", 1.0),
+    _speed_check("bert-speed", "bert-base-4x128", "fuseboard", "inductor", 1.0),
+    _speed_check("resnet-speed", "resnet50-b4", "fuseboard-mkldnn", "inductor-freezing", 0.97),
+    Check("resnet-cold", _cold, lambda scale: 3 * scale.cold),
+    Check("memory", _memory, lambda scale: 2 * len(MEMORY_MODELS) * (scale.memory + 1)),
+)
+
+
+def select_checks(patterns: Iterable[str]) -> list[Check]:
+    """Checks in order; names or globs.
+
+    :raises KeyError: a pattern that matches nothing; the message lists what there is.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {check.name for check in CHECKS if fnmatchcase(check.name, pattern)}
+        if not found:
+            names = ", ".join(check.name for check in CHECKS)
+            raise KeyError(f"no check matches {pattern!r}; there are {names}")
+        chosen |= found
+    return [check for check in CHECKS if check.name in chosen]
+
+
+def run(session: Session, checks: Iterable[Check], scale: Scale, findings: list[Finding]) -> None:
+    """Measures in order. ``findings`` is filled as it goes, so that an interrupt keeps them."""
+    for check in checks:
+        findings += check.run(session, scale)

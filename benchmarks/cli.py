@@ -1,0 +1,212 @@
+"""The command line: a run over models and arms, ``check``, ``imports`` and ``list``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import claims, pairs, plot, results, suite
+from benchmarks.arms import ARMS, select_arms
+from benchmarks.imports import REPEATS, measure_imports
+from benchmarks.machine import describe
+from benchmarks.models import MODELS, select_models
+from benchmarks.protocol import FULL, QUICK
+from benchmarks.session import Session
+
+app = typer.Typer(
+    add_completion=False,
+    help="Measure fuseboard beside eager and Inductor. Without a command: models times arms.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+#: A file or a pipe has no width of its own; the widest table needs this much.
+console = Console(width=None if sys.stdout.isatty() else 150)
+RESULTS = Path(__file__).parent / "results"
+INTERRUPTED = 130
+
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, not a figure.")]
+Out = Annotated[Path, typer.Option("--out", help="Where the JSON and the plot go.")]
+
+
+@app.callback(invoke_without_command=True)
+def measure(
+    context: typer.Context,
+    models: Annotated[
+        str, typer.Option(help="Names, globs, inference, training or all; separated by commas.")
+    ] = "all",
+    arms: Annotated[str, typer.Option(help="Names or all; separated by commas.")] = "all",
+    threads: Annotated[str, typer.Option(help="Thread counts, such as 1,2.")] = "1",
+    pair: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Compare two arms in processes that take turns."),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="With --pair: processes of each arm.")
+    ] = pairs.REPEATS,
+    quick: Quick = False,
+    out: Out = RESULTS,
+) -> None:
+    """Measure models with arms, or compare a --pair; print tables, write JSON and a plot."""
+    if context.invoked_subcommand is not None:
+        return
+    chosen = _checked(select_models, _split(models), "--models")
+    counts = _thread_counts(threads)
+    if pair is None:
+        _run_suite(
+            suite.plan(chosen, _checked(select_arms, _split(arms), "--arms"), counts), quick, out
+        )
+        return
+    _checked(select_arms, pair, "--pair")
+    todo = [pairs.Pair(model.name, *pair, count) for count in counts for model in chosen]
+    _run_pairs(todo, repeats, quick, out)
+
+
+def _run_suite(cases: list[suite.Case], quick: bool, out: Path) -> None:
+    protocol = QUICK if quick else FULL
+    machine = _begin()
+    records: list[suite.Record] = []
+
+    def work() -> None:
+        with Session(protocol, suite.WORKERS_PER_CASE * len(cases), console) as session:
+            suite.run(session, cases, records)
+
+    complete = _interruptible(work)
+    summary = suite.summarise(records)
+    results.print_records(console, records)
+    console.print(results.summary_table(summary))
+    content = results.document(
+        "suite", machine, protocol, records, summary=summary, complete=complete
+    )
+    path = _write(out, content)
+    if any(record.counted is not None for record in records):
+        _plot(records, path.with_suffix(".png"))
+    _end(complete)
+
+
+def _run_pairs(todo: list[pairs.Pair], repeats: int, quick: bool, out: Path) -> None:
+    protocol = QUICK if quick else FULL
+    machine = _begin()
+    done: list[pairs.Pair] = []
+
+    def work() -> None:
+        with Session(protocol, 2 * repeats * len(todo), console) as session:
+            for pair in todo:
+                pairs.run(session, pair, repeats, done)
+
+    complete = _interruptible(work)
+    if done:
+        console.print(results.pairs_table(done))
+    _write(out, results.document("pair", machine, protocol, done, complete=complete))
+    _end(complete)
+
+
+@app.command()
+def check(
+    only: Annotated[str, typer.Option(help="Names of checks or globs, separated by commas.")] = "*",
+    quick: Quick = False,
+    out: Out = RESULTS,
+) -> None:
+    """Measure just what the project's claims need and say which of them hold.
+
+    The exit code is 0 whether they hold or not: this measures, it doesn't test.
+    """
+    chosen = _checked(claims.select_checks, _split(only), "--only")
+    protocol, scale = (QUICK, claims.QUICK) if quick else (FULL, claims.FULL)
+    machine = _begin()
+    findings: list[claims.Finding] = []
+
+    def work() -> None:
+        total = sum(one.workers(scale) for one in chosen)
+        with Session(protocol, total, console) as session:
+            claims.run(session, chosen, scale, findings)
+
+    complete = _interruptible(work)
+    console.print(results.findings_table(findings))
+    missed = sum(finding.holds == "no" for finding in findings)
+    console.print(f"{len(findings)} measured, {missed} not reached.")
+    _write(out, results.document("check", machine, protocol, findings, complete=complete))
+    _end(complete)
+
+
+@app.command("imports")
+def imports_command(
+    repeats: Annotated[int, typer.Option(min=1, help="Processes of each kind.")] = REPEATS,
+    out: Out = RESULTS,
+) -> None:
+    """Measure what ``import fuseboard`` costs beyond torch's own import."""
+    machine = _begin()
+    with console.status("imports") as status:
+        finding = claims.import_finding(measure_imports(repeats, status.update))
+    console.print(results.findings_table([finding]))
+    _write(out, results.document("imports", machine, FULL, [finding], complete=True))
+
+
+@app.command("list")
+def list_command() -> None:
+    """List models, arms and checks."""
+    for title, entries in (("models", MODELS), ("arms", ARMS)):
+        table = Table("name", "description", title=title, title_justify="left")
+        for entry in entries.values():
+            table.add_row(entry.name, entry.description)
+        console.print(table)
+    console.print("checks:", ", ".join(one.name for one in claims.CHECKS))
+
+
+def _split(value: str) -> list[str]:
+    return value.replace(",", " ").split()
+
+
+def _checked(select: Callable[[Any], list[Any]], names: Any, option: str) -> list[Any]:
+    """What ``select`` finds; its KeyError as a usage error."""
+    try:
+        return select(names)
+    except KeyError as error:
+        raise typer.BadParameter(str(error.args[0]), param_hint=option) from error
+
+
+def _thread_counts(value: str) -> list[int]:
+    parts = _split(value)
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{value!r}: whole numbers from 1", param_hint="--threads")
+    return [int(part) for part in parts]
+
+
+def _begin() -> dict[str, Any]:
+    machine = describe()
+    results.print_machine(console, machine)
+    return machine
+
+
+def _interruptible(work: Callable[[], None]) -> bool:
+    """Whether ``work`` came to its end. Ctrl-C stops it and keeps what it had measured."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        console.print("[yellow]Interrupted. This is what was measured so far:")
+        return False
+    return True
+
+
+def _end(complete: bool) -> None:
+    if not complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _write(out: Path, content: dict[str, Any]) -> Path:
+    path = results.write(out, content)
+    console.print(f"written: {path}", soft_wrap=True)
+    return path
+
+
+def _plot(records: list[suite.Record], path: Path) -> None:
+    try:
+        plot.plot_speedups(records, path)
+    except ImportError as error:
+        console.print(f"no plot: {error}; pip install matplotlib", style="yellow")
+        return
+    console.print(f"written: {path}", soft_wrap=True)

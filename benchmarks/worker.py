@@ -1,0 +1,274 @@
+"""One measurement in one fresh process: ``python -m benchmarks.worker REQUEST.json RESULT.json``.
+
+Started by ``benchmarks.processes`` alone. Progress goes to stdout, one line a step; what was
+measured goes to RESULT.json, written once at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import json
+import math
+import os
+import random
+import resource
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import verification
+from benchmarks.arms import ARMS, Arm
+from benchmarks.builders import Workload
+from benchmarks.models import MODELS
+from benchmarks.protocol import Protocol
+
+#: Prefix of progress lines: a model may print as well.
+PROGRESS = "@step "
+#: How many calls a ``first`` process makes before its peak memory is read.
+MEMORY_CALLS = 10
+#: Batch sizes of the recompile probe: the second makes the batch dynamic, the others must reuse it.
+PROBED_BATCHES = (64, 48, 33, 7)
+
+Run = Callable[..., Tensor]
+
+
+class TrainingStep:
+    """Forward, backward and AdamW: gradients stay readable until the next call."""
+
+    def __init__(self, loss: Run, module: nn.Module) -> None:
+        self.loss = loss
+        self.module = module
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(*inputs)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def answers(self, loss: Tensor) -> list[Tensor]:
+        """The loss and every gradient of the last call, copied."""
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return [loss.detach().clone(), *(g.clone() for g in grads)]
+
+
+def step(text: str) -> None:
+    print(f"{PROGRESS}{text}", flush=True)
+
+
+def timed(run: Run, inputs: Sequence[Tensor]) -> tuple[float, Tensor]:
+    start = time.perf_counter()
+    answer = run(*inputs)
+    return time.perf_counter() - start, answer
+
+
+def first_call(arm: Arm, workload: Workload) -> tuple[Run, float, list[Tensor]]:
+    """The arm, seconds from nothing to its first answer, and what it answered (copied)."""
+    # Copying weights for training isn't part of compiling, so it happens before the clock starts.
+    own = workload
+    if workload.training:
+        own = Workload(copy.deepcopy(workload.module), workload.inputs, training=True)
+    start = time.perf_counter()
+    compiled = arm.compile(own.module)
+    run: Run = TrainingStep(compiled, own.module) if own.training else compiled
+    answer = run(*own.inputs[0])
+    seconds = time.perf_counter() - start
+    if isinstance(run, TrainingStep):
+        return run, seconds, run.answers(answer)
+    return run, seconds, [answer.clone()]
+
+
+def reference_answers(workload: Workload) -> list[Tensor] | None:
+    """What the model answers in float64; None where an op has no float64."""
+    module = verification.double(workload.module)
+    inputs = verification.as_double(workload.inputs[0])
+    try:
+        if workload.training:
+            run = TrainingStep(module, module)
+            return run.answers(run(*inputs))
+        return [module(*inputs)]
+    except (NotImplementedError, RuntimeError) as error:
+        step(f"no float64 reference, eager takes its place: {error}")
+        return None
+
+
+def warm_up(run: Run, inputs: list[tuple[Tensor, ...]], protocol: Protocol) -> tuple[float, bool]:
+    """Calls until steady. Returns the median of the last calls in seconds, and whether steady."""
+    calls: list[float] = []
+    until = time.perf_counter() + protocol.warmup_s
+    while True:
+        calls.append(timed(run, inputs[len(calls) % len(inputs)])[0])
+        steady = protocol.is_steady(calls)
+        if steady or (len(calls) >= protocol.warmup_calls and time.perf_counter() > until):
+            return statistics.median(calls[-protocol.warmup_window :]), steady
+
+
+def measure_rounds(
+    runs: dict[str, Run], inputs: list[tuple[Tensor, ...]], round_s: float, protocol: Protocol
+) -> dict[str, list[float]]:
+    """Seconds a call for every run, one figure a round; the order within a round is random.
+
+    :param round_s: what a round with one call of each is expected to take.
+    """
+    burst = max(1, min(protocol.max_burst, math.ceil(protocol.burst_s * len(runs) / round_s)))
+    order = random.Random(protocol.seed)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    began = time.perf_counter()
+    for done in range(protocol.max_rounds):
+        elapsed = time.perf_counter() - began
+        enough = done >= protocol.rounds and elapsed >= protocol.fill_s
+        if enough or (done >= protocol.min_rounds and elapsed >= protocol.budget_s):
+            break
+        for name in order.sample(list(runs), len(runs)):
+            run = runs[name]
+            start = time.perf_counter()
+            for call in range(burst):
+                run(*inputs[(done + call) % len(inputs)])
+            seconds[name].append((time.perf_counter() - start) / burst)
+    return seconds
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the garbage collector, whose pauses would fall on whoever runs at the time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def compiler_counts() -> dict[str, int]:
+    """What Dynamo counted in this process."""
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def board_notes() -> dict[str, Any]:
+    """Where fuseboard put the ops, and what tripped."""
+    from fuseboard.report.data import ledger
+
+    graphs = ledger.graphs()
+    return {
+        "ops": dict(Counter(node.backend for graph in graphs for node in graph.nodes)),
+        "regions": sum(len(graph.regions) for graph in graphs),
+        "trips": [
+            f"{trip.plugin} in {trip.stage}: {trip.error.splitlines()[0] if trip.error else '?'}"
+            for graph in graphs
+            for trip in graph.trips
+        ],
+    }
+
+
+def phase_full(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """First calls, verification, warm-up and the interleaved rounds of eager and one arm."""
+    step("eager, first call")
+    eager, eager_first_s, eager_answers = first_call(ARMS["eager"], workload)
+    alone = arm.name == "eager"
+    result: dict[str, Any] = {"eager_first_s": eager_first_s}
+    runs = {"eager": eager}
+    if not alone:
+        step(f"{arm.name}, first call")
+        runs["arm"], result["first_s"], answers = first_call(arm, workload)
+        step("float64 reference")
+        reference = reference_answers(workload)
+        result["reference"] = "eager" if reference is None else "float64"
+        result["problem"] = verification.problem_with(answers, eager_answers, reference)
+        del answers, reference
+    del eager_answers
+    with no_collection():
+        step("warm-up")
+        warm = {name: warm_up(run, workload.inputs, protocol) for name, run in runs.items()}
+        result["steady"] = all(steady for _, steady in warm.values())
+        step("rounds")
+        round_s = sum(call_s for call_s, _ in warm.values())
+        seconds = measure_rounds(runs, workload.inputs, round_s, protocol)
+    result["eager_s"] = seconds["eager"]
+    result["arm_s"] = seconds["eager" if alone else "arm"]
+    return result
+
+
+def phase_first(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """One arm alone: its first call and the process's peak memory. Eager isn't run."""
+    base_bytes = peak_bytes()
+    step(f"{arm.name}, first call")
+    run, first_s, _ = first_call(arm, workload)
+    step("calls")
+    for call in range(MEMORY_CALLS):
+        run(*workload.inputs[call % len(workload.inputs)])
+    return {"first_s": first_s, "peak_bytes": peak_bytes(), "model_peak_bytes": base_bytes}
+
+
+def phase_recompiles(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """How many graphs are compiled when batch sizes follow each other. For models of one input."""
+    (template,) = workload.inputs[0]
+    run = arm.compile(workload.module)
+    graphs: list[int] = []
+    for batch in PROBED_BATCHES:
+        step(f"{arm.name}, batch {batch}")
+        run(template[:1].expand(batch, *template.shape[1:]).contiguous())
+        graphs.append(compiler_counts()["graphs"])
+    return {"batches": list(PROBED_BATCHES), "graphs_after": graphs}
+
+
+def peak_bytes() -> int:
+    """The process's ``ru_maxrss``, in bytes (kibibytes on Linux, bytes on macOS).
+
+    On Linux it starts from the parent's at the time of the start; the parent stays well below a
+    process that has imported torch.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+PHASES = {"full": phase_full, "first": phase_first, "recompiles": phase_recompiles}
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one request."""
+    torch.set_num_threads(request["threads"])
+    torch.set_num_interop_threads(1)
+    arm = ARMS[request["arm"]]
+    step("model")
+    workload = MODELS[request["model"]].build()
+    protocol = Protocol(**request["protocol"])
+    with torch.set_grad_enabled(workload.training):
+        result = PHASES[request["phase"]](arm, workload, protocol)
+    result["load"] = os.getloadavg()[0]
+    if not arm.is_eager:
+        result["dynamo"] = compiler_counts()
+    if arm.is_fuseboard:
+        result["board"] = board_notes()
+    return result
+
+
+def main(request_path: str, result_path: str) -> None:
+    request = json.loads(Path(request_path).read_text())
+    try:
+        result = serve(request)
+    except Exception as error:
+        # The first lines say what happened; torch ends its messages with advice.
+        lines = [line for line in str(error).splitlines() if line.strip()][:2]
+        failure = f"{type(error).__name__}: {' '.join(lines)}"
+        Path(result_path).write_text(json.dumps({"failure": failure}))
+        raise
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
