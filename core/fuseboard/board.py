@@ -101,9 +101,10 @@ class Board:
         log.warning("fuseboard: plugin %r, %s: %s", point.name, found.source, reason)
 
     def _load(self, blocked: Iterable[str], limit_s: float) -> None:
-        """Import what is pending, one by one, but for what is blocked."""
+        """Import what is pending, one by one, but for what is blocked (nothing built in is)."""
         pending = self._discover()
-        for name in [n for n in pending if n not in set(blocked)]:
+        skipped = set(blocked) - self._built_in.keys()
+        for name in [name for name in pending if name not in skipped]:
             found = pending.pop(name, None)  # taken out first: the import may come back here
             if found is None:
                 continue
@@ -122,7 +123,7 @@ class Board:
                 plugin = found.load()
             return self._admit(plugin, found, limit_s)
         except Exception as error:
-            text = str(error).removeprefix(f"plugin {found.name!r}: ")
+            text = str(error).removeprefix(f"plugin {found.name!r}").lstrip(":, ")
             known = isinstance(error, FuseboardError)
             reason = text if known else f"its import raised {type(error).__name__}: {text}"
             log.warning("fuseboard: plugin %r is quarantined: %s", found.name, reason)

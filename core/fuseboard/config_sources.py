@@ -99,8 +99,12 @@ def _toml_problem(path: Path, text: str, error: tomllib.TOMLDecodeError) -> str:
 class _Environment(EnvSettingsSource):
     """pydantic-settings' reader, which here also takes ``FUSEBOARD_BACKENDS=mkldnn,eager``."""
 
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if "tuple" in str(field.annotation) and not value.lstrip().startswith("["):
+    def decode_complex_value(self, field_name: str, field: FieldInfo | None, value: Any) -> Any:
+        if (
+            field is not None
+            and "tuple" in str(field.annotation)
+            and not value.lstrip().startswith("[")
+        ):
             return [part.strip() for part in value.split(",") if part.strip()]
         return _from_json(value)
 

@@ -1,7 +1,7 @@
 """Stop code that takes too long, in the thread that runs it.
 
-Arming costs a few microseconds: on the main thread an interval timer of the system, elsewhere an
-entry in the heap of one watchdog thread.
+Arming costs microseconds: on the main thread an interval timer of the system, elsewhere an entry
+in the heap of one watchdog thread.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LONGEST_WAIT_S = 3600.0
 class deadline:
     """Raise ``error()`` inside the block once it has run for ``seconds``.
 
-    On the main thread of a POSIX system, where no other interval timer runs, this is ``SIGALRM``:
-    it interrupts sleeps and waits too. Elsewhere another thread raises the exception in this one,
-    which takes effect at the next bytecode: *a blocking C call is not interrupted*, the error
-    comes when it returns.
+    On the main thread of a POSIX system this is ``SIGALRM``, which interrupts sleeps and waits
+    too; unless another interval timer is due before. There, and in other threads, a watchdog
+    raises the exception in this thread, which takes effect at the next bytecode: *a blocking C
+    call is not interrupted*, the error comes when it returns.
 
     Code that catches the error can't win: leaving the block raises it again. Once the block has
     been left, nothing is raised any more.
@@ -40,7 +40,7 @@ class deadline:
         self._timer: _Alarm | _Watch | None = None
 
     def __enter__(self) -> None:
-        self._timer = _Alarm(self) if _Alarm.possible() else _Watch(self)
+        self._timer = _Alarm(self) if _Alarm.possible(self._seconds) else _Watch(self)
         self._timer.start(self._seconds)
 
     def __exit__(
@@ -61,37 +61,48 @@ class deadline:
 
 
 class _Alarm:
-    """``SIGALRM``, for the main thread."""
+    """``SIGALRM``, for the main thread. A timer that is due later waits, and then goes on."""
 
     def __init__(self, owner: deadline) -> None:
         self._owner = owner
         self._over = False
-        self._previous: Any = None
+        self._handler: Any = None
+        self._timer = (0.0, 0.0)
+        self._started = 0.0
 
     @staticmethod
-    def possible() -> bool:
-        return (
-            hasattr(signal, "setitimer")
-            and threading.current_thread() is threading.main_thread()
-            and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-            and signal.getsignal(signal.SIGALRM) is not None  # None: not set by Python, keep off
-        )
+    def possible(seconds: float) -> bool:
+        if not hasattr(signal, "setitimer"):
+            return False
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        due, _ = signal.getitimer(signal.ITIMER_REAL)
+        # None: a handler that Python didn't set and couldn't put back.
+        return (due == 0 or due > seconds) and signal.getsignal(signal.SIGALRM) is not None
 
     def start(self, seconds: float) -> None:
-        self._previous = signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        self._handler = signal.signal(signal.SIGALRM, self._ring)
+        self._started = time.monotonic()
+        self._timer = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
 
     def stop(self) -> None:
         if not self._over:
             self._over = True  # from here on a late signal does nothing
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, self._previous)  # runs a late signal's handler first
+            self._put_back()
+
+    def _put_back(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._handler)  # runs a late signal's handler first
+        due, interval = self._timer
+        if due:
+            left = due - (time.monotonic() - self._started)
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         """Put everything back, then raise: right at any bytecode, even at ``__exit__``'s first."""
         if not self._over:
             self._over = True
-            signal.signal(signal.SIGALRM, self._previous)
+            self._put_back()
             raise self._owner.expire()
 
 

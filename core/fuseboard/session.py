@@ -58,10 +58,10 @@ class Session:
         self._entries = entries
         self._states = states
         self._muted: set[str] = set()
+        self._check_block()
         self.backends = tuple(self._choose_backends())
         self.eager_is_fallback_only = "eager" not in (settings.backends or ("eager",))
         self._order = self._all_in_order()
-        self._check_block()
         self._options = self._given_options()
         self._overrides = {
             f"fuseboard_{stage}": self._override(stage, target)
