@@ -16,6 +16,8 @@ from torch.fx import GraphModule
 GraphKind = Literal["joint", "forward", "backward", "inference"]
 Stage = Literal["capture", "claim", "plan", "fuse", "partition", "lower", "profile", "run"]
 FailureAction = Literal["raise", "next", "eager"]
+#: The numbers that eager draws from the same seed, or whichever are fastest.
+Random = Literal["eager", "fast"]
 
 #: A boxed callable takes one list of tensors and ints, may empty it, and returns the outputs.
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -102,7 +104,7 @@ class Region:
     static_inputs: tuple[int, ...] = ()
     whole: bool = False
     options: Any = None
-    random: Literal["eager", "fast"] = "eager"
+    random: Random = "eager"
     source: str = ""
 
 

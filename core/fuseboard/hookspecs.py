@@ -25,6 +25,7 @@ from fuseboard.contracts import (
     LoweredRegion,
     Measurement,
     Plan,
+    Random,
     Region,
     Stage,
     Verdict,
@@ -51,12 +52,15 @@ def fuseboard_backend() -> BackendInfo | None:
 
 
 @hookspec
-def fuseboard_decompositions(kind: GraphKind, options: Any) -> dict[Any, Callable[..., Any]] | None:
+def fuseboard_decompositions(
+    kind: GraphKind, options: Any, random: Random
+) -> dict[Any, Callable[..., Any]] | None:
     """Name the ops to decompose before ``kind`` graphs reach this backend.
 
-    For ``joint`` graphs the answer of the first training backend in order decides the level at
-    which AOTAutograd captures. Other graphs are captured undecomposed, and each region is
-    retraced under its backend's table. None means none.
+    The answer of the first backend in order that takes such graphs (for ``joint`` and
+    ``inference``) is the level at which AOTAutograd captures; regions of other backends are
+    retraced under their own tables. With ``random="eager"`` an op that draws random numbers must
+    not be decomposed into one that draws others. None means no decompositions.
     """
 
 
@@ -65,7 +69,7 @@ def fuseboard_decompositions(kind: GraphKind, options: Any) -> dict[Any, Callabl
 
 @hookspec
 def fuseboard_fuse(
-    graph: GraphModule, kind: GraphKind, region: Region | None, options: Any
+    graph: GraphModule, kind: GraphKind, region: Region | None, options: Any, random: Random
 ) -> list[Fusion] | None:
     """Offer rewrites of a graph or a region.
 

@@ -213,7 +213,8 @@ class Session:
     def call(self, hook: str, plugin: str, /, **arguments: Any) -> Any:
         """One plugin's answer, checked; None where it doesn't implement the hook.
 
-        ``options`` is filled in where the hook takes it and the caller gave none.
+        ``options`` is filled in where the hook takes it and the caller gave none; ``random``
+        is the setting's.
 
         :raises PluginError: it raised; chained. LoweringError passes as it is.
         :raises HookTimeout: it took longer than ``hook_limit_s``.
@@ -225,6 +226,8 @@ class Session:
         assert examined is not None
         if "options" in ARGUMENTS[hook] and "options" not in arguments:
             arguments["options"] = self.options(plugin)
+        if "random" in ARGUMENTS[hook]:
+            arguments["random"] = self.settings.random
         caller = getattr(examined.relay, hook)
 
         def ask() -> Any:

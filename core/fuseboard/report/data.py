@@ -68,13 +68,18 @@ class GraphReport:
     """One graph that AOTAutograd gave to the board.
 
     :ivar name: such as ``inference0``; counts up through the process.
-    :ivar frame: Dynamo's compile id and the user's function, such as ``0/1 forward``.
+    :ivar frame: Dynamo's compile id and the user's line, such as ``0/1 model.py:12``.
+    :ivar function: the user's function, such as ``Net.forward (model.py:10)``; "" where nobody
+        watched Dynamo, as :func:`fuseboard.explain` does.
+    :ivar backends: the backends in order of priority.
     :ivar seconds: stage → wall-clock seconds.
     """
 
     name: str
     kind: GraphKind
     frame: str = ""
+    function: str = ""
+    backends: tuple[str, ...] = ()
     nodes: list[NodeReport] = field(default_factory=list)
     regions: list[RegionReport] = field(default_factory=list)
     fusions: list[FusionReport] = field(default_factory=list)
@@ -85,6 +90,28 @@ class GraphReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Break:
+    """A place where Dynamo ended a graph, or left a function to Python.
+
+    :ivar reason: what it couldn't trace, on one line.
+    :ivar function: the user's function that it was tracing.
+    :ivar source: the user's line, ``file:line``.
+    :ivar stack: how it got there, outermost call first, ``file:line in function``.
+    :ivar uncompiled: nothing of ``function`` was compiled; else what precedes the line was.
+    :ivar count: how often, where several calls of one function broke at the same line.
+    """
+
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+    function: str
+    source: str
+    stack: tuple[str, ...] = ()
+    uncompiled: bool = False
+    count: int = 1
 
 
 class Ledger:

@@ -62,21 +62,21 @@ def _cpp_compiler() -> str | None:
 
 
 @fuseboard.hookimpl
-def fuseboard_decompositions(kind: str, options: Options) -> dict[Any, Callable[..., Any]]:
+def fuseboard_decompositions(random: str) -> dict[Any, Callable[..., Any]]:
     """Inductor's own table."""
     from fuseboard_inductor._compile import decomposition_table
 
-    return decomposition_table()
+    return decomposition_table(random)
 
 
 @fuseboard.hookimpl
 def fuseboard_fuse(
-    graph: GraphModule, kind: str, region: Region | None
+    graph: GraphModule, kind: str, region: Region | None, random: str
 ) -> list[fuseboard.Fusion] | None:
     """Inductor's joint-graph passes, on joint graphs."""
     from fuseboard_inductor._compile import joint_passes
 
-    return joint_passes(graph) if kind == "joint" and region is None else None
+    return joint_passes(graph, random) if kind == "joint" and region is None else None
 
 
 @fuseboard.hookimpl

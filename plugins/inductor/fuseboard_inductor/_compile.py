@@ -17,24 +17,29 @@ from torch.fx import GraphModule, Node
 from fuseboard import Fusion, LoweredRegion, LoweringError, Region
 
 
-def decomposition_table() -> dict[Any, Callable[..., Any]]:
+def decomposition_table(random: str) -> dict[Any, Callable[..., Any]]:
     """What Inductor decomposes before it lowers.
 
-    The table without Inductor's own random numbers: with those the same seed wouldn't give
-    eager's. They are put in when a region with ``random="fast"`` is lowered.
+    :param random: ``"fast"`` puts in Inductor's own random numbers, ``"eager"`` keeps torch's.
     """
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
-    with config.patch(fallback_random=True):
+    with config.patch(fallback_random=random == "eager"):
         return dict(select_decomp_table())
 
 
-def joint_passes(graph: GraphModule) -> list[Fusion]:
+def joint_passes(graph: GraphModule, random: str) -> list[Fusion]:
     """Inductor's passes over a joint graph, as one rewrite."""
 
     def apply() -> None:
-        result = _joint_graph_passes(graph)
+        from torch._inductor import config
+        from torch._inductor.virtualized import V
+
+        values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+        with config.patch(fallback_random=random == "eager"), _fake_mode_of(values) as mode:
+            with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
+                result = _joint_graph_passes(graph)
         if result is not graph:
             graph.graph = result.graph
 
@@ -72,13 +77,13 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
     graph = region.graph
     settings = _settings(region)
     with config.patch(settings), _fake_mode_of(inputs) as mode:
-        if region.kind == "inference":
-            graph = _joint_graph_passes(graph)
-        output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
-        output.meta["user_visible_output_idxs"] = [
-            i for i, value in enumerate(output.args[0]) if isinstance(value, Node)
-        ]
         with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
+            if region.kind == "inference":
+                graph = _joint_graph_passes(graph)
+            output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+            output.meta["user_visible_output_idxs"] = [
+                i for i, value in enumerate(output.args[0]) if isinstance(value, Node)
+            ]
             with _count_fallbacks() as fallbacks:
                 compiled = compile_fx_inner(
                     graph,

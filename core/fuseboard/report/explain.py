@@ -1,0 +1,263 @@
+"""Explanations: what ran where and why, of one call or of the newest compile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fuseboard.backend import fuseboard
+from fuseboard.board import board
+from fuseboard.config import resolve
+from fuseboard.report.data import Break, GraphReport, NodeReport, ledger
+from fuseboard.report.dynamo import Watch, compiled_apart, compiled_from, watch
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Ops of a graph that aren't on the first backend, for one reason.
+
+    :ivar ops: op → how many.
+    :ivar sources: the user's lines that they come from, ``file:line``.
+    """
+
+    backend: str
+    reason: str
+    ops: dict[str, int]
+    sources: tuple[str, ...]
+
+
+@dataclass
+class Explanation:
+    """What fuseboard made of a call. ``print`` it, or take :meth:`as_dict` for JSON.
+
+    It holds strings and numbers only, and stays true while compiled code lives: a trip that
+    happens in a later call shows up here.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists: graphs with nodes and regions, breaks, notes."""
+        return {
+            "graphs": [
+                {
+                    **graph.as_dict(),
+                    "elsewhere": [dataclasses.asdict(group) for group in elsewhere(graph)],
+                }
+                for graph in self.graphs
+            ],
+            "breaks": [dataclasses.asdict(found) for found in self.breaks],
+            "notes": list(self.notes),
+            "torch": torch.__version__,
+        }
+
+    def __rich__(self) -> RenderableType:
+        from fuseboard.report.text import render
+
+        return render(self)
+
+    def __str__(self) -> str:
+        from fuseboard.report.text import as_text
+
+        return as_text(self)
+
+
+def elsewhere(graph: GraphReport) -> list[Elsewhere]:
+    """Why ops aren't on the first backend, largest group first. The board's own aren't counted."""
+    if not graph.backends:
+        return []
+    first = graph.backends[0]
+    groups: dict[tuple[str, str], list[NodeReport]] = {}
+    for node in graph.nodes:
+        if node.backend not in (first, "board"):
+            reason = node.declined.get(first) or node.reason
+            groups.setdefault((node.backend, reason), []).append(node)
+    return [
+        Elsewhere(
+            backend=backend,
+            reason=reason,
+            ops=dict(Counter(node.op for node in nodes).most_common()),
+            sources=tuple(dict.fromkeys(node.source for node in nodes if node.source)),
+        )
+        for (backend, reason), nodes in sorted(groups.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+# --- the newest compile -------------------------------------------------------------------------
+
+
+def last_report() -> Explanation:
+    """What is known of the newest compile: its graphs, the backward included if there is one.
+
+    Where Dynamo broke the graph isn't known afterwards; :func:`explain` watches for that.
+    """
+    found: list[GraphReport] = []
+    graphs = ledger.graphs()
+    for graph in reversed(graphs):
+        if graph.frame == graphs[-1].frame:
+            found.append(graph)
+            if graph.kind in ("inference", "joint"):  # what a compile begins with
+                break
+    found.reverse()
+    return _explanation(found, Watch(), [])
+
+
+@contextmanager
+def explained() -> Iterator[Explanation]:
+    """Explain what is compiled with fuseboard inside the context, by whatever thread.
+
+    The explanation is complete once the context is closed.
+    """
+    explanation = Explanation()
+    with ledger.collect() as graphs, watch() as seen:
+        yield explanation
+    done = _explanation(graphs, seen, explanation.notes)
+    explanation.graphs, explanation.breaks = done.graphs, done.breaks
+
+
+def _explanation(graphs: Sequence[GraphReport], seen: Watch, notes: list[str]) -> Explanation:
+    for graph in graphs:
+        compile_id = graph.frame.partition(" ")[0]
+        graph.function = seen.functions.get(compile_id, graph.function)
+    return Explanation(list(graphs), seen.breaks, notes)
+
+
+# --- one call -----------------------------------------------------------------------------------
+
+
+def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Compile ``fn`` with fuseboard, call it once with these arguments, and say what happened.
+
+    The call is a real one, under the settings and the grad mode that hold now. If its results
+    require grad, their backward runs too; no ``.grad`` is touched. Afterwards torch's random
+    generators and the buffers of ``fn`` (a module, or a method of one) are as before, and Dynamo
+    has forgotten what was compiled: later compiles of ``fn`` aren't changed. What else the call
+    changes, such as arguments that it writes to, stays changed.
+
+    :param fn: a module or function, or what ``torch.compile`` made of one. If that was with
+        fuseboard, its ``options``, ``mode``, ``dynamic`` and ``fullgraph`` hold here too.
+    :raises SettingsError: a setting is wrong; nothing has been compiled.
+
+    What the call or Dynamo raises passes through.
+    """
+    given = compiled_from(fn)
+    options: Mapping[str, Any] = {}
+    how: Mapping[str, Any] = {}
+    original = fn
+    notes = []
+    if given is not None:
+        original, how = given.original, given.how
+        if given.backend is fuseboard:
+            options = given.options
+        else:
+            notes.append("It was compiled with another backend; this is what fuseboard makes of it.")
+    board.session(resolve(**options))  # a wrong setting raises here, unwrapped by Dynamo
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return fuseboard(graph, inputs, **options)
+
+    with explained() as explanation, ExitStack() as stack:
+        explanation.notes.extend(notes)
+        stack.enter_context(_state_kept(original))
+        compiled = stack.enter_context(compiled_apart(_with_code(original), backend, how))
+        result = compiled(*args, **kwargs)
+        _run_backward(result, (args, kwargs))
+    return explanation
+
+
+def _with_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function around callables that Dynamo can't start from: builtins, objects, partials."""
+    if isinstance(fn, torch.nn.Module) or hasattr(fn, "__code__"):
+        return fn
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _state_kept(fn: Callable[..., Any]) -> Iterator[None]:
+    """Put the random generators and a module's buffers back."""
+    module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    owners = list(module.modules()) if isinstance(module, torch.nn.Module) else []
+    buffers = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in owners
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for owner, name, buffer, before in buffers:
+                owner._buffers[name] = buffer
+                if not _equal(buffer, before):
+                    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                        buffer.copy_(before)
+
+
+def _equal(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """The same values; NaNs count as different, which costs a copy and changes nothing."""
+    return now.shape == before.shape and torch.equal(now, before)
+
+
+def _run_backward(result: Any, arguments: Any) -> None:
+    """Run the backward of what requires grad, without touching any ``.grad``."""
+    outputs = [
+        leaf
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
+    inputs = _differentiable(outputs, arguments)
+    if not torch.is_grad_enabled() or not inputs:
+        return
+    try:
+        torch.autograd.grad(
+            outputs,
+            inputs,
+            [torch.ones_like(output) for output in outputs],
+            retain_graph=True,  # it may lead on into a graph of the caller's
+            allow_unused=True,
+        )
+    except RuntimeError as error:
+        # A training step that returns its loss has run the backward itself, and it was seen then.
+        if "a second time" not in str(error):
+            raise
+
+
+def _differentiable(outputs: Sequence[torch.Tensor], arguments: Any) -> list[torch.Tensor]:
+    """What the outputs depend on: leaves, and arguments that the caller computed."""
+    found: dict[int, torch.Tensor] = {}
+    made = {
+        leaf.grad_fn: leaf
+        for leaf in tree_leaves(arguments)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    }
+    pending: list[Any] = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = made.get(node, getattr(node, "variable", None))  # AccumulateGrad has .variable
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        if node not in made:
+            pending.extend(following for following, _ in node.next_functions)
+    return list(found.values())

@@ -1,0 +1,235 @@
+"""Explanations as text: for terminals of 80 columns and more, and for pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fuseboard.report.data import Break, FusionReport, GraphReport, RegionReport
+
+if TYPE_CHECKING:
+    from fuseboard.report.explain import Elsewhere, Explanation
+
+#: ``str(explanation)`` is written for this many columns.
+WIDTH = 100
+
+#: More ops, lines or names than this are counted instead of listed.
+SHOWN = 5
+
+_NOTHING = (
+    "Nothing was compiled with fuseboard. Either no tensor op was reached, or Dynamo left all of "
+    "them to Python, or the work runs code that another backend had compiled before."
+)
+
+
+def as_text(explanation: Explanation) -> str:
+    """Without colours, for ``str()`` and files."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
+    console.print(render(explanation))
+    with console.capture() as capture:
+        console.print(render(explanation))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def render(explanation: Explanation) -> RenderableType:
+    """The whole report."""
+    parts: list[RenderableType] = [summary(explanation)]
+    parts += [Text(note, style="yellow") for note in explanation.notes]
+    for found in explanation.breaks:
+        parts += [Text(), _break(found)]
+    for graph in explanation.graphs:
+        if graph.kind != "joint" or graph.fusions or graph.trips:
+            parts += [Text(), *_graph(graph)]
+    if not explanation.graphs:
+        parts += [Text(), Text(_NOTHING)]
+    return Group(*parts)
+
+
+def summary(explanation: Explanation) -> Text:
+    """One line: how many graphs, breaks and ops, and where the ops are."""
+    graphs = [graph for graph in explanation.graphs if graph.kind != "joint"]
+    homes = Counter(node.backend for graph in graphs for node in graph.nodes)
+    trips = sum(len(graph.trips) for graph in explanation.graphs)
+    seconds = sum(sum(graph.seconds.values()) for graph in explanation.graphs)
+    text = Text(f"{_many(len(graphs), 'graph')}", style="bold")
+    breaks = sum(found.count for found in explanation.breaks)
+    text.append(f" · {_many(breaks, 'graph break')}", "yellow" if breaks else "")
+    where = ", ".join(f"{count} {_at(backend)}" for backend, count in homes.most_common())
+    text.append(f" · {_many(homes.total(), 'op')}")
+    if where:
+        text.append(f": {where}")
+    if trips:
+        text.append(f" · {_many(trips, 'trip')}", "bold red")
+    text.append(f" · {seconds:.1f} s in fuseboard's stages")
+    return text
+
+
+# --- a graph --------------------------------------------------------------------------------------
+
+
+def _graph(graph: GraphReport) -> list[RenderableType]:
+    from fuseboard.report.explain import elsewhere
+
+    compile_id, _, line = graph.frame.partition(" ")
+    head = Text()
+    head.append(f"{graph.kind} graph", "bold cyan").append(f" {graph.name}", "bold")
+    head.append(f" · {shorten(graph.function or line or 'unknown function')}")
+    stages = ", ".join(f"{stage} {s:.2f}" for stage, s in graph.seconds.items() if s >= 0.005)
+    below = f"compile {compile_id}" + (f" · seconds: {stages}" if stages else "")
+    parts: list[RenderableType] = [head, Text(f"  {below}", style="dim")]
+    if graph.fusions:
+        parts.append(Text(f"  rewritten as a whole: {_fusions(graph.fusions)}"))
+    parts += [Text(f"  note: {note}", style="yellow") for note in graph.notes]
+    if graph.regions:
+        parts.append(Padding(_regions(graph.regions), (0, 0, 0, 1)))
+    own = Counter(node.reason for node in graph.nodes if node.backend == "board")
+    for reason, count in own.items():
+        parts.append(Text(f"  the board itself runs {_many(count, 'op')}: {reason}"))
+    groups = elsewhere(graph)
+    if groups:
+        parts.append(Text(f"  not on {graph.backends[0]}, which comes first:", style="bold"))
+        parts.append(Padding(_elsewhere(groups), (0, 0, 0, 3)))
+    parts += [_trip(graph, number) for number in range(len(graph.trips))]
+    return parts
+
+
+def _regions(regions: Sequence[RegionReport]) -> Table:
+    """A row for each region that was lowered; those that share its code are counted."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    table.add_column("region", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    table.add_column("ops", justify="right", no_wrap=True)
+    table.add_column("what is in it", overflow="fold", ratio=1)
+    table.add_column("lower s", justify="right", no_wrap=True)
+    alike = Counter(region.same_as for region in regions)
+    for region in regions:
+        if region.same_as:
+            continue
+        name = region.name.rpartition(".")[2]
+        more = alike[region.name]
+        table.add_row(
+            f"{name} ×{more + 1}" if more else name,
+            Text(region.backend, style="green"),
+            str(sum(region.ops.values())),
+            _contents(region, more),
+            f"{region.lower_s:.2f}",
+        )
+    return table
+
+
+def _contents(region: RegionReport, more: int) -> Text:
+    lines = [Text(_ops(region.ops))]
+    if region.whole:
+        lines.insert(0, Text("the whole graph"))
+    if more:
+        lines.append(Text(f"lowered once for {more + 1} places", style="dim"))
+    if any(fusion.applied for fusion in region.fusions):
+        lines.append(Text(f"fused: {_fusions(region.fusions)}"))
+    if region.hoisted:
+        lines.append(Text(f"{_many(region.hoisted, 'value')} of weights computed outside the calls"))
+    if region.sources:
+        lines.append(Text(f"from {_places(region.sources)}", style="dim"))
+    lines += [Text(f"note: {note}", style="yellow") for note in dict.fromkeys(region.notes)]
+    return Text("\n").join(lines)
+
+
+def _elsewhere(groups: Sequence[Elsewhere]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    for group in groups:
+        cell = Text(f"{group.reason or 'no reason given'}")
+        cell.append(f" → {group.backend}", "green")
+        cell.append(f"\n{_ops(group.ops)}", "dim")
+        table.add_row(str(sum(group.ops.values())), cell)
+    return table
+
+
+def _trip(graph: GraphReport, number: int) -> Text:
+    trip = graph.trips[number]
+    text = Text(f"  tripped: {trip.plugin} in stage {trip.stage}", style="bold red")
+    place = f", {shorten(trip.source)}" if trip.source else ""
+    text.append(f" on {trip.region}{place}", "red")
+    text.append(f"\n    {trip.error}", "red")
+    text.append(f"\n    ran instead: {trip.instead}", "not bold default")
+    return text
+
+
+def _break(found: Break) -> Text:
+    what = "left to Python" if found.uncompiled else "graph break"
+    text = Text(what, style="bold yellow")
+    if found.count > 1:
+        text.append(f" ×{found.count}", "bold yellow")
+    where = f" · {found.function} ({shorten(found.source)})" if found.source else ""
+    text.append(f"{where}\n", "not bold default")
+    text.append(f"  {found.reason}", "default")
+    if found.explanation:
+        text.append(f"\n  {found.explanation}", "not bold dim")
+    for hint in found.hints:
+        text.append(f"\n  hint: {hint}", "not bold dim")
+    for step in found.stack[:-1]:
+        text.append(f"\n  reached through {shorten(step)}", "not bold dim")
+    return text
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _at(backend: str) -> str:
+    return "by the board itself" if backend == "board" else f"on {backend}"
+
+
+def _first(items: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    rest = len(items) - SHOWN
+    return ", ".join(items[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _ops(ops: dict[str, int]) -> str:
+    """Ops without their namespace and overload, the most frequent first."""
+    short: Counter[str] = Counter()
+    for op, count in ops.items():
+        name = op.removeprefix("torch.ops.")
+        namespace, _, rest = name.partition(".")
+        short[rest.partition(".")[0] if namespace in ("aten", "prims") and rest else name] += count
+    return _first([f"{name} ×{count}" if count > 1 else name for name, count in short.most_common()])
+
+
+def _fusions(fusions: Iterable[FusionReport]) -> str:
+    """Rewrites by name, with counts; those switched off are counted apart."""
+    applied = Counter(fusion.name for fusion in fusions if fusion.applied)
+    off = sum(not fusion.applied for fusion in fusions)
+    text = _first([f"{n} ×{c}" if c > 1 else n for n, c in applied.most_common()]) or "nothing"
+    return f"{text} ({off} switched off)" if off else text
+
+
+def _places(sources: Sequence[str]) -> str:
+    """``file:line`` places by file, each with its range of lines."""
+    lines: dict[str, list[int]] = {}
+    for source in sources:
+        file, _, line = source.rpartition(":")
+        lines.setdefault(file, []).append(int(line))
+    places = []
+    for file, found in lines.items():
+        low, high = min(found), max(found)
+        places.append(f"{shorten(file)}:{low}" + (f"-{high}" if high > low else ""))
+    return _first(places)
+
+
+def shorten(text: str) -> str:
+    """Paths in a text as short as they stay clear: from here, or from site-packages."""
+    text = re.sub(r"/\S*/(?:site|dist)-packages/", "", text)
+    return text.replace(os.getcwd() + os.sep, "")
