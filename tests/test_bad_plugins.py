@@ -140,7 +140,7 @@ def test_a_plugin_that_breaks_a_rule_is_quarantined(liar, reason):
     assert state.state == "quarantined"
     assert reason in state.reason
     assert [info.name for info in board.session(resolve()).backends] == ["honest", "eager"]
-    with pytest.raises(RegistrationError, match="plugin 'liar' .* is quarantined: ") as caught:
+    with pytest.raises(RegistrationError, match=r"plugin 'liar' .* is quarantined: ") as caught:
         board.session(resolve({"backends": ["liar", "honest"]}))
     assert reason in str(caught.value)
     assert caught.value.__cause__ is not None
@@ -197,9 +197,9 @@ def fusion(*nodes: str, name: str = "f") -> Fusion:
 
 GRAPH = a_graph()
 ASK = {
-    "decompositions": {"kind": "joint"},
-    "fuse": {"graph": GRAPH, "kind": "joint", "region": None},
-    "partition_joint": {
+    "fuseboard_decompositions": {"kind": "joint"},
+    "fuseboard_fuse": {"graph": GRAPH, "kind": "joint", "region": None},
+    "fuseboard_partition_joint": {
         "joint": GRAPH,
         "inputs": [],
         "num_fwd_outputs": 1,
@@ -207,18 +207,18 @@ ASK = {
         "memory_budget": 1.0,
         "keywords": {},
     },
-    "claim": {"graph": GRAPH, "kind": "inference"},
-    "plan": {
+    "fuseboard_claim": {"graph": GRAPH, "kind": "inference"},
+    "fuseboard_plan": {
         "graph": GRAPH,
         "kind": "inference",
         "claims": {},
         "backends": [BackendInfo("liar"), BackendInfo("eager")],
     },
-    "lower": {"region": None, "inputs": []},
-    "verify": {"region": None, "expected": [], "result": [], "inputs": []},
-    "measure": {"calls": [lambda: None], "budget_s": 0.1},
-    "on_failure": {"region": "r", "plugin": "p", "stage": "run", "error": ValueError()},
-    "event": {"event": fuseboard.Event("graph", "g0")},
+    "fuseboard_lower": {"region": None, "inputs": []},
+    "fuseboard_verify": {"region": None, "expected": [], "result": [], "inputs": []},
+    "fuseboard_measure": {"calls": [lambda: None], "budget_s": 0.1},
+    "fuseboard_on_failure": {"region": "r", "plugin": "p", "stage": "run", "error": ValueError()},
+    "fuseboard_event": {"event": fuseboard.Event("graph", "g0")},
 }
 LIES = [
     ("decompositions", ["aten.relu"], "the answer is ['aten.relu'] of type list"),
@@ -278,7 +278,7 @@ def test_a_wrong_answer_is_a_contract_error(hook, lie, problem):
     """It names plugin and hook, shows what was returned and says what is allowed."""
     board = a_board(FakeEntryPoint("liar", backend("liar", {hook: lambda: lie})))
     with pytest.raises(ContractError) as caught:
-        board.session(resolve()).call(f"fuseboard_{hook}", "liar", **ASK[hook])
+        board.session(resolve()).call(f"fuseboard_{hook}", "liar", **ASK[f"fuseboard_{hook}"])
     text = str(caught.value)
     assert (caught.value.plugin, caught.value.hook) == ("liar", f"fuseboard_{hook}")
     assert problem in text
@@ -296,7 +296,7 @@ RIGHT = [
     ("verify", Verdict(ok=False, problem="strides")),
     ("measure", [Measurement(1.0, 0.9, 1.1, 30)]),
     ("on_failure", "eager"),
-    *((hook, None) for hook in ASK),
+    *((hook.removeprefix("fuseboard_"), None) for hook in ASK),
 ]
 
 
@@ -304,7 +304,7 @@ RIGHT = [
 def test_a_right_answer_passes_as_it_is(hook, answer):
     """The checks refuse lies only; None is always allowed."""
     board = a_board(FakeEntryPoint("honest", backend("honest", {hook: lambda: answer})))
-    arguments = dict(ASK[hook])
+    arguments = dict(ASK[f"fuseboard_{hook}"])
     if hook == "plan":
         arguments["backends"] = [BackendInfo("liar"), BackendInfo("eager")]
     got = board.session(resolve()).call(f"fuseboard_{hook}", "honest", **arguments)

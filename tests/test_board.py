@@ -341,7 +341,7 @@ def test_one_object_under_two_names_is_refused():
 
 def test_unregister_refuses_what_is_not_there_or_built_in():
     """With the near one."""
-    with pytest.raises(RegistrationError, match="no plugin 'quik'. Did you mean 'quick'"):
+    with pytest.raises(RegistrationError, match=r"no plugin 'quik'\. Did you mean 'quick'"):
         three_backends().unregister("quik")
     with pytest.raises(RegistrationError, match="built in"):
         three_backends().unregister("eager")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -392,3 +395,17 @@ def test_describe_has_a_row_for_every_setting_and_every_key_of_a_table():
     assert all(row.description.endswith(".") for row in rows.values())
     assert (rows["plugins.x.y"].value, rows["plugins.x.y"].origin) == (1, "torch.compile(options=)")
     assert rows["hoist"].origin == "default"
+
+
+def test_the_document_lists_every_setting_with_its_default():
+    """In the model's order, so that a new setting has its row."""
+    text = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (.+?) \|", text, re.M)
+    defaults = {
+        name: "not set" if info.default is None else f"`{json.dumps(info.default)}`"
+        for name, info in Settings.model_fields.items()
+    }
+    assert dict(rows) == defaults
+    assert [name for name, _ in rows] == list(defaults)
+    assert all(f"`{mode}`" in text for mode in PRESETS)
+    assert all(f"`{stage}`" in text for stage in STAGES)

@@ -81,9 +81,12 @@ class _Alarm:
         return (due == 0 or due > seconds) and signal.getsignal(signal.SIGALRM) is not None
 
     def start(self, seconds: float) -> None:
-        self._handler = signal.signal(signal.SIGALRM, self._ring)
+        # All that _put_back needs is known before ours is armed: it may ring at once.
         self._started = time.monotonic()
-        self._timer = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        self._timer = signal.setitimer(signal.ITIMER_REAL, 0)
+        self._handler = signal.getsignal(signal.SIGALRM)
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
 
     def stop(self) -> None:
         if not self._over:
