@@ -51,7 +51,7 @@ class _Capture:
     def __init__(self, session: Session, graph: GraphModule) -> None:
         self.session = session
         self.graph = graph
-        self.pipeline = Pipeline(session, _frame_name(graph))
+        self.pipeline = Pipeline(session, torch_internals.frame_name())
         self._mutated: frozenset[int] | None = frozenset()
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:
@@ -123,14 +123,3 @@ def _overlap(args: Sequence[Any]) -> frozenset[int]:
         if len(group) > 1
         for position in torch_internals.overlapping([tensor for _, tensor in group])
     )
-
-
-def _frame_name(graph: GraphModule) -> str:
-    """The user's function, as far as the graph's stack traces tell."""
-    from fuseboard.lower.lowering import source_line
-
-    for node in graph.graph.nodes:
-        line = source_line(node)
-        if line:
-            return line
-    return "graph without a source line"

@@ -36,7 +36,7 @@ def aot_autograd(**compilers: Any) -> Callable[..., Any]:
     """AOTAutograd as a Dynamo backend; see ``torch._dynamo.backends.common``."""
     from torch._dynamo.backends.common import aot_autograd as torch_aot_autograd
 
-    return torch_aot_autograd(**compilers)  # type: ignore[no-any-return]
+    return torch_aot_autograd(**compilers)
 
 
 def input_roles() -> InputRoles:
@@ -45,6 +45,9 @@ def input_roles() -> InputRoles:
     metadata = getattr(context, "fw_metadata", None)
     if metadata is None:
         return InputRoles(frozenset(), frozenset(), None)
+    if subclasses_were_unwrapped(context):  # assume the worst of every input
+        everything = frozenset(range(len(metadata.input_info)))
+        return InputRoles(frozenset(), everything, getattr(metadata, "num_forward", None))
     mutated = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
     mutated |= {i for i, info in enumerate(metadata.input_info) if info.mutates_metadata}
     return InputRoles(
@@ -54,10 +57,29 @@ def input_roles() -> InputRoles:
     )
 
 
+def subclasses_were_unwrapped(context: Any) -> bool:
+    """Whether tensor subclasses among the inputs became several inputs each.
+
+    The positions in AOTAutograd's metadata then speak of other inputs than the graph has.
+    """
+    return bool(getattr(context, "params_unwrapped_to_flat_index", None))
+
+
 def compile_id() -> str:
     """Dynamo's id of the compile that is under way, such as ``0/1``; empty outside of one."""
     context = torch._guards.CompileContext.try_get()
     return str(context.compile_id) if context is not None and context.compile_id else ""
+
+
+def frame_name() -> str:
+    """The user's function that Dynamo is compiling, with its file and line; "" if unknown."""
+    context = torch._guards.TracingContext.try_get()
+    traced = getattr(context, "traced_code", None)
+    if not traced:
+        return ""
+    own = [code for code in traced if not code.co_filename.startswith(torch.__path__[0])]
+    code = (own or traced)[0]
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
@@ -173,7 +195,7 @@ def free_symbols(value: Any) -> set[Any]:
 
 def plain_symbol(value: Any) -> Any:
     """The symbol, where a SymInt is just that; else None."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]  # it ships no type information
 
     if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
         return value.node.expr

@@ -46,7 +46,7 @@ def plan_by_priority(
         node.name: next(name for name in order if node.name in accepted[name]) for node in nodes
     }
     placements = _without_crumbs(nodes, chosen, work, order)
-    regions = len({stage for stage in stage_nodes(nodes, placements).values()})
+    regions = len(set(stage_nodes(nodes, placements).values()))
     if regions > MAX_REGIONS:
         whole = next(name for name in order if _claims_all(claims[name], nodes))
         if whole != order[-1]:
@@ -120,9 +120,7 @@ def _reasons(
     return reasons
 
 
-def check_plan(
-    plan: Plan, claims: Mapping[str, list[Claim | Decline]], answered_by: str
-) -> None:
+def check_plan(plan: Plan, claims: Mapping[str, list[Claim | Decline]], answered_by: str) -> None:
     """Hold a plan against the claims, before anything is lowered.
 
     :raises ContractError: a node is missing, or placed on a backend that didn't claim it.

@@ -22,7 +22,8 @@ def decomposition_table(random: str) -> dict[Any, Callable[..., Any]]:
 
     :param random: ``"fast"`` puts in Inductor's own random numbers, ``"eager"`` keeps torch's.
     """
-    from torch._inductor import config
+    # Some decompositions (max_pool2d's) look for torch._inductor.lowering without importing it.
+    from torch._inductor import config, lowering  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(fallback_random=random == "eager"):
