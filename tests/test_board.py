@@ -307,6 +307,32 @@ def test_register_and_unregister_at_run_time():
     assert board.names() == ["defaults", "eager", "mine", "watching"]
 
 
+def test_hooks_may_be_methods_of_another_object():
+    """As on a plugin that is put together from parts."""
+
+    class Part:
+        @fuseboard.hookimpl
+        def fuseboard_claim(self, graph):
+            return [fuseboard.Decline("relu", "the part's")]
+
+    board = a_board()
+    whole = backend("whole")
+    whole.fuseboard_claim = Part().fuseboard_claim
+    board.register(whole)
+    answer = board.session(resolve()).call(
+        "fuseboard_claim", "whole", graph=a_graph(), kind="joint"
+    )
+    assert answer == [fuseboard.Decline("relu", "the part's")]
+
+
+def test_a_board_without_eager_says_so():
+    """There is nothing to fall back to: an error, chained to the reason."""
+    board = Board(entry_points=list, built_in={"eager": "no_such_module"})
+    with pytest.raises(RegistrationError, match=r"plugin 'eager'.* is quarantined") as caught:
+        board.session(resolve())
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
 def test_a_session_outlives_its_plugins():
     """Tuning and backward graphs go on with the snapshot after ``unregister``."""
     board = a_board()

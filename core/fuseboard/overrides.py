@@ -47,7 +47,10 @@ def load_override(path: str, where: str, allowed: Sequence[str]) -> Override:
 
 
 def _taken(function: Callable[..., Any], where: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:  # some functions that are written in C don't say
+        raise SettingsError(f"{where}: can't tell which arguments it takes: {error}") from error
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return tuple(allowed)
     for parameter in parameters:

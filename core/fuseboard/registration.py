@@ -151,7 +151,7 @@ def _problems(plugin: object) -> Iterator[str]:
     implementations = 0
     for attribute in dir(plugin):
         function = inspect.getattr_static(plugin, attribute)
-        if isinstance(function, (staticmethod, classmethod)):
+        if isinstance(function, (staticmethod, classmethod)) or inspect.ismethod(function):
             function = function.__func__
         if not inspect.isfunction(function):
             continue

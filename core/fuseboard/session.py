@@ -268,7 +268,7 @@ class Session:
         """
         override = self._overrides.get(hook)
         if isinstance(override, Override):
-            given = {name: arguments[name] for name in override.arguments}
+            given = {name: arguments[name] for name in override.arguments if name in arguments}
             function = override.function
             answer = self._guarded(override.path, hook, lambda: function(**given), arguments)
             if answer is not None:
