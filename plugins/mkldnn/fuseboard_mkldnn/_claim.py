@@ -90,9 +90,7 @@ def _is_main(node: Node, weights: set[Node]) -> bool:
     """Whether oneDNN may run a node better than eager does."""
     if is_convolution(node):
         return node.args[1] in weights
-    if not is_linear(node) or node.args[-1] not in weights or node.args[-2] in weights:
-        return is_linear(node) and node.args[-1] in weights and node.args[-2].op == "placeholder"
-    return True
+    return is_linear(node) and node.args[-1] in weights
 
 
 def _around(main: set[Node]) -> set[Node]:

@@ -56,8 +56,6 @@ TAME = frozenset(
         aten.tanh.default,
         aten.transpose.int,
         aten.unsqueeze.default,
-        aten.upsample_bilinear2d.vec,
-        aten.upsample_nearest2d.vec,
         aten.view.default,
     }
 )

@@ -14,6 +14,15 @@ from fuseboard_mkldnn import _ops
 aten = torch.ops.aten
 
 VIEWS = (aten.view.default, aten._unsafe_view.default)
+#: Ops whose results share memory although their schemas don't say so.
+UNANNOTATED_VIEWS = (
+    aten._unsafe_view.default,
+    aten.contiguous.default,
+    aten.reshape.default,
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
 TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 
 
@@ -132,7 +141,7 @@ def view_source(node: Any) -> Node | None:
 
 def is_view(target: Any) -> bool:
     """Whether results of a call may share memory with its inputs."""
-    if target is operator.getitem:
+    if target is operator.getitem or target in UNANNOTATED_VIEWS:
         return True
     if isinstance(target, torch._ops.OpOverload):
         return any(result.alias_info is not None for result in target._schema.returns)

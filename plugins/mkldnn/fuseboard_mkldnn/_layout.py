@@ -46,8 +46,6 @@ KEEP = frozenset(
         aten.tanh.default,
         aten._adaptive_avg_pool2d.default,
         aten.avg_pool2d.default,
-        aten.upsample_nearest2d.vec,
-        aten.upsample_bilinear2d.vec,
     }
 )
 #: The same for two operands.

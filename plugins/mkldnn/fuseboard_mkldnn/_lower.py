@@ -11,7 +11,7 @@ import fuseboard
 from fuseboard_mkldnn._bindings import bind
 from fuseboard_mkldnn._exact import Guard, fast_copy
 from fuseboard_mkldnn._layout import sink_conversions
-from fuseboard_mkldnn._memory import write_in_place
+from fuseboard_mkldnn._memory import drop_copies, write_in_place
 
 
 def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
@@ -28,6 +28,7 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
 
 
 def _lower_graph(region: fuseboard.Region, graph: GraphModule) -> fuseboard.LoweredRegion:
+    drop_copies(graph)
     sink_conversions(graph)
     write_in_place(graph)
     bind(graph)

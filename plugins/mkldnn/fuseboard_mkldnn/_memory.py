@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fuseboard_mkldnn._graph import (
     has_strides_of,
     is_channels_last,
     is_contiguous,
+    is_plain_clone,
     is_view,
     same_sizes,
     tensor,
@@ -53,6 +55,36 @@ OVERWRITTEN = frozenset(
         *IN_PLACE,
     }
 )
+
+
+def drop_copies(graph: GraphModule) -> None:
+    """Use a value itself instead of its copy (dropout leaves those) where nobody can tell.
+
+    The graph writes to none of its values, so a copy matters only to the caller: an input must
+    not be handed out in its place, nor one piece of memory twice.
+    """
+    for node in list(graph.graph.nodes):
+        if is_plain_clone(node) and _is_own(node.args[0]):
+            source = node.args[0]
+            if not _is_returned(source, besides=node):
+                node.replace_all_uses_with(source)
+                graph.graph.erase_node(node)
+
+
+def _is_own(node: Node) -> bool:
+    """Whether a value is memory that its op allocated."""
+    if calls(node, operator.getitem):
+        node = node.args[0]
+    return isinstance(node.target, torch._ops.OpOverload) and not is_view(node.target)
+
+
+def _is_returned(node: Node, besides: Node) -> bool:
+    """Whether the caller gets a value or a view of it, ``besides`` aside."""
+    return any(
+        user.op == "output" or (is_view(user.target) and _is_returned(user, besides))
+        for user in node.users
+        if user is not besides
+    )
 
 
 def write_in_place(graph: GraphModule) -> None:

@@ -16,7 +16,7 @@ class Options(BaseModel):
         be (root mean square). oneDNN sums along K in one chain, MKL in blocks: at K = 3072 on an
         AVX2 machine oneDNN's float32 is twice as far off.
     :ivar channels_last: ``auto`` packs convolutions that feed each other and measures the
-        others; ``always`` packs all; ``never`` packs none (batch norms are still folded).
+        others; ``always`` packs all; ``never`` packs none.
     :ivar measure_budget_s: seconds that choosing may take for one graph.
     """
 

@@ -136,7 +136,9 @@ def _look(call: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class ConvolutionShape:
-    """What a choice depends on: sizes of input and weight, and the convolution's arguments."""
+    """What a choice depends on: sizes of input and weight, the convolution's arguments, and
+    whether a batch norm follows.
+    """
 
     x: tuple[int, ...]
     weight: tuple[int, ...]
@@ -145,6 +147,7 @@ class ConvolutionShape:
     dilation: tuple[int, ...]
     groups: int
     dtype: torch.dtype
+    norm: bool
 
 
 def choose_convolution(shape: ConvolutionShape, budget: Budget) -> str:
@@ -163,13 +166,22 @@ def _convolutions(shape: ConvolutionShape) -> dict[str, Callable[[], Any]]:
         x = torch.randn(shape.x, generator=generator).to(shape.dtype)
         weight = torch.randn(shape.weight, generator=generator).to(shape.dtype)
         reorder = torch.ops.mkldnn._reorder_convolution_weight.default
-        packed = reorder(weight, *arguments, shape.x)
+        prepared = reorder(weight, *arguments, shape.x)
+        statistics = torch.ones(shape.weight[0], dtype=shape.dtype)
     pointwise = torch.ops.mkldnn._convolution_pointwise.default
     padding, stride, dilation, groups = arguments
-    return {
-        "plain": lambda: torch.conv2d(x, weight, None, stride, padding, dilation, groups),
-        "packed": lambda: pointwise(x, packed, None, *arguments, "none", [], "").contiguous(),
-    }
+
+    def plain() -> torch.Tensor:
+        result = torch.conv2d(x, weight, None, stride, padding, dilation, groups)
+        if not shape.norm:
+            return result
+        norms = (statistics,) * 4
+        return torch.batch_norm(result, *norms, False, 0.1, 1e-5, False)
+
+    def packed() -> torch.Tensor:
+        return pointwise(x, prepared, None, *arguments, "none", [], "").contiguous()
+
+    return {"plain": plain, "packed": packed}
 
 
 def candidates(
