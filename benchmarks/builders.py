@@ -233,6 +233,8 @@ def train_nanogpt(batch: int = 12, length: int = 64, vocabulary: int = 65) -> Wo
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
         use_cache=False,
     ).train()
     tokens = _tokens(vocabulary, batch, length + 1)

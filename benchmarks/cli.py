@@ -61,8 +61,9 @@ def measure(
             suite.plan(chosen, _checked(select_arms, _split(arms), "--arms"), counts), quick, out
         )
         return
-    _checked(select_arms, pair, "--pair")
-    todo = [pairs.Pair(model.name, *pair, count) for count in counts for model in chosen]
+    both = _checked(select_arms, pair, "--pair")
+    fit = [m for m in chosen if m.kind == "inference" or all(arm.training for arm in both)]
+    todo = [pairs.Pair(model.name, *pair, count) for count in counts for model in fit]
     _run_pairs(todo, repeats, quick, out)
 
 

@@ -15,6 +15,8 @@ from benchmarks.stats import Estimate, break_even_calls, geometric_mean, median_
 
 #: ``not measured``: the model or eager failed, which says nothing about the arm; it isn't counted.
 Status = Literal["ok", "failed", "wrong", "fell back", "not measured"]
+#: Where fuseboard puts ops that nobody compiles: ``board`` does what is only bookkeeping.
+_NO_COMPILER = {"eager", "board"}
 #: Workers that a case takes: a cold one that measures, a warm one for first call and memory.
 WORKERS_PER_CASE = 2
 
@@ -37,6 +39,7 @@ class Record:
     :ivar warm_first_s: the same in a new process with the caches of the cold one.
     :ivar peak_bytes: of that warm process, in which eager didn't run.
     :ivar break_even_calls: None where the arm never catches up with eager.
+    :ivar ops: fuseboard's arms: ops by the backend that runs them, ``board`` being itself.
     :ivar samples: seconds a call, one figure a round.
     """
 
@@ -56,6 +59,7 @@ class Record:
     peak_bytes: int | None = None
     graphs: int | None = None
     graph_breaks: int | None = None
+    ops: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     samples: dict[str, list[float]] = field(default_factory=dict)
 
@@ -131,9 +135,10 @@ def _fill_compiler(record: Record, values: dict[str, Any]) -> None:
     if board is None:
         return
     record.notes += [f"trip: {trip}" for trip in board["trips"]]
-    if record.arm != "fuseboard-eager" and set(board["ops"]) <= {"eager"}:
+    record.ops = board["ops"]
+    if record.arm != "fuseboard-eager" and set(board["ops"]) <= _NO_COMPILER:
         record.status = "fell back"
-        record.notes.append("every op ran on eager")
+        record.notes.append("no op ran on a compiler")
         # A fallback counts as 1.0, but not where it was measured to be slower than that.
         record.counted = min(1.0, record.counted or 1.0)
 

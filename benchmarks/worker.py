@@ -166,7 +166,6 @@ def board_notes() -> dict[str, Any]:
     graphs = ledger.graphs()
     return {
         "ops": dict(Counter(node.backend for graph in graphs for node in graph.nodes)),
-        "regions": sum(len(graph.regions) for graph in graphs),
         "trips": [
             f"{trip.plugin} in {trip.stage}: {trip.error.splitlines()[0] if trip.error else '?'}"
             for graph in graphs

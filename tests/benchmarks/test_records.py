@@ -84,15 +84,23 @@ def test_a_wrong_result_counts_as_one():
 @pytest.mark.parametrize(("speedup", "counted"), [(1.3, 1.0), (0.7, 0.7)])
 def test_a_fallback_counts_as_one_at_most(speedup, counted):
     """All ops on eager is no success of the arm's; a fallback's overhead isn't forgiven."""
-    board = {"ops": {"eager": 5}, "regions": 1, "trips": ["mkldnn in lower: boom"]}
+    board = {"ops": {"eager": 5, "board": 2}, "trips": ["mkldnn in lower: boom"]}
     r = record("fuseboard-mkldnn", outcome=full(speedup, board=board))
     assert (r.status, r.counted) == ("fell back", pytest.approx(counted))
     assert "trip: mkldnn in lower: boom" in r.notes
 
 
+def test_one_compiled_op_is_no_fallback():
+    """An arm that compiled something is measured as it is, its trips named."""
+    board = {"ops": {"eager": 5, "mkldnn": 1}, "trips": ["mkldnn in lower: boom"]}
+    r = record("fuseboard-mkldnn", outcome=full(1.3, board=board))
+    assert (r.status, r.counted, r.ops) == ("ok", pytest.approx(1.3), board["ops"])
+    assert r.notes == ["trip: mkldnn in lower: boom"]
+
+
 def test_the_board_alone_is_meant_to_run_on_eager():
     """What is a fallback elsewhere is the purpose of this arm."""
-    board = {"ops": {"eager": 5}, "regions": 1, "trips": []}
+    board = {"ops": {"eager": 5}, "trips": []}
     assert record("fuseboard-eager", outcome=full(0.9, board=board)).status == "ok"
 
 
