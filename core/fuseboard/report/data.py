@@ -68,9 +68,8 @@ class GraphReport:
     """One graph that AOTAutograd gave to the board.
 
     :ivar name: such as ``inference0``; counts up through the process.
-    :ivar frame: Dynamo's compile id and the user's line, such as ``0/1 model.py:12``.
-    :ivar function: the user's function, such as ``Net.forward (model.py:10)``; "" where nobody
-        watched Dynamo, as :func:`fuseboard.explain` does.
+    :ivar frame: Dynamo's compile id and the user's function, such as
+        ``0/1 Net.forward (model.py:10)``.
     :ivar backends: the backends in order of priority.
     :ivar seconds: stage → wall-clock seconds.
     """
@@ -78,7 +77,6 @@ class GraphReport:
     name: str
     kind: GraphKind
     frame: str = ""
-    function: str = ""
     backends: tuple[str, ...] = ()
     nodes: list[NodeReport] = field(default_factory=list)
     regions: list[RegionReport] = field(default_factory=list)

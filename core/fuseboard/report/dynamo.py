@@ -20,42 +20,29 @@ import torch
 
 from fuseboard.report.data import Break
 
-_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
 
 # --- what happened ------------------------------------------------------------------------------
 
 
 @dataclass
 class Watch:
-    """What Dynamo did while :func:`watch` was open; complete once it is closed.
-
-    :ivar functions: compile id, such as ``0/0``, → the user's function and where it begins.
-    """
+    """What Dynamo did while :func:`watch` was open; complete once it is closed."""
 
     breaks: list[Break] = field(default_factory=list)
-    functions: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
 def watch() -> Iterator[Watch]:
-    """Note which functions Dynamo compiles, and where and why it breaks their graphs."""
-    from torch._dynamo.convert_frame import register_bytecode_hook
+    """Note where and why Dynamo ends graphs, or leaves functions to Python."""
     from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
     seen = Watch()
-
-    def note(code: CodeType, compiled: CodeType) -> None:
-        compile_id = str(torch._guards.CompileContext.current_compile_id())
-        name, line = _function_name(code.co_qualname), code.co_firstlineno
-        seen.functions[compile_id] = f"{name} ({code.co_filename}:{line})"
-
     reasons_before = len(graph_break_reasons)
     newest = get_compilation_metrics()[-1:]
-    handle = register_bytecode_hook(note)
     try:
         yield seen
     finally:
-        handle.remove()
         found = [_ended_graph(reason) for reason in graph_break_reasons[reasons_before:]]
         for metrics in _after(get_compilation_metrics(), newest):
             if getattr(metrics, "fail_reason", None):
@@ -81,9 +68,9 @@ def _ended_graph(reason: Any) -> Break:
         reason=title,
         explanation=explanation,
         hints=hints,
-        function=_function_name(last.name) if last else "",
+        function=readable(last.name) if last else "",
         source=f"{last.filename}:{last.lineno}" if last else "",
-        stack=tuple(f"{f.filename}:{f.lineno} in {_function_name(f.name)}" for f in frames),
+        stack=tuple(f"{f.filename}:{f.lineno} in {readable(f.name)}" for f in frames),
     )
 
 
@@ -96,7 +83,7 @@ def _left_to_python(metrics: Any) -> Break:
         reason=title,
         explanation=explanation,
         hints=hints,
-        function=_function_name(metrics.co_name or ""),
+        function=readable(metrics.co_name or ""),
         source=f"{file}:{line}",
         uncompiled=True,
     )
@@ -139,13 +126,10 @@ def _parts(text: str) -> tuple[str, str, tuple[str, ...]]:
     )
 
 
-def _function_name(name: str) -> str:
+def readable(name: str) -> str:
     """A function's name in the user's words: Dynamo names what follows a break by itself."""
-    resumed = _RESUMED.search(name)
-    if resumed is None:
-        return name
-    outer = name[: resumed.start()]
-    return f"{outer}{resumed[1]}, resumed at line {resumed[2]}"
+    name = name.replace(".<locals>", "")
+    return _RESUMED.sub(r"\1, resumed at line \2", name)
 
 
 # --- compiling apart from the user's own compiled code ------------------------------------------
@@ -171,16 +155,20 @@ def compiled_from(fn: Callable[..., Any]) -> Compiled | None:
     """How ``fn`` was compiled; None if it wasn't."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
 
+    original: Callable[..., Any]
+    context: Any
     if isinstance(fn, OptimizedModule):
         original, context = fn._orig_mod, fn.dynamo_ctx
     elif getattr(fn, "_compiled_call_impl", None) is not None:  # module.compile()
-        original, context = fn, _context_of(fn._compiled_call_impl)  # type: ignore[attr-defined]
+        # Its __call__ would answer from Dynamo's cache; what it compiled, hooks included, doesn't.
+        in_place = fn._compiled_call_impl  # type: ignore[attr-defined]
+        original, context = innermost_fn(in_place), _context_of(in_place)
     else:
         original = innermost_fn(fn)
         if original is fn:
             return None
         context = _context_of(fn)
-    if context is None:
+    if context is None or not callable(context.callback):
         return Compiled(original, None, {}, {})
     wrapper = innermost_backend(context.callback)
     return Compiled(
@@ -194,7 +182,7 @@ def compiled_from(fn: Callable[..., Any]) -> Compiled | None:
     )
 
 
-def _context_of(wrapper: Any) -> Any:
+def _context_of(wrapper: Any) -> Any | None:
     """The Dynamo context that a compiled function closes over."""
     from torch._dynamo.eval_frame import OptimizeContext
 

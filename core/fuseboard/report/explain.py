@@ -16,7 +16,7 @@ from fuseboard.backend import fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.report.data import Break, GraphReport, NodeReport, ledger
-from fuseboard.report.dynamo import Watch, compiled_apart, compiled_from, watch
+from fuseboard.report.dynamo import compiled_apart, compiled_from, watch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,10 +42,13 @@ class Explanation:
 
     It holds strings and numbers only, and stays true while compiled code lives: a trip that
     happens in a later call shows up here.
+
+    :ivar breaks: where Dynamo ended a graph or left a function to Python; None where nobody
+        watched for that.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
-    breaks: list[Break] = field(default_factory=list)
+    breaks: list[Break] | None = None
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,7 +61,7 @@ class Explanation:
                 }
                 for graph in self.graphs
             ],
-            "breaks": [dataclasses.asdict(found) for found in self.breaks],
+            "breaks": self.breaks and [dataclasses.asdict(found) for found in self.breaks],
             "notes": list(self.notes),
             "torch": torch.__version__,
         }
@@ -111,7 +114,7 @@ def last_report() -> Explanation:
             if graph.kind in ("inference", "joint"):  # what a compile begins with
                 break
     found.reverse()
-    return _explanation(found, Watch(), [])
+    return Explanation(found)
 
 
 @contextmanager
@@ -123,15 +126,7 @@ def explained() -> Iterator[Explanation]:
     explanation = Explanation()
     with ledger.collect() as graphs, watch() as seen:
         yield explanation
-    done = _explanation(graphs, seen, explanation.notes)
-    explanation.graphs, explanation.breaks = done.graphs, done.breaks
-
-
-def _explanation(graphs: Sequence[GraphReport], seen: Watch, notes: list[str]) -> Explanation:
-    for graph in graphs:
-        compile_id = graph.frame.partition(" ")[0]
-        graph.function = seen.functions.get(compile_id, graph.function)
-    return Explanation(list(graphs), seen.breaks, notes)
+    explanation.graphs, explanation.breaks = graphs, seen.breaks
 
 
 # --- one call -----------------------------------------------------------------------------------
@@ -162,8 +157,10 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         if given.backend is fuseboard:
             options = given.options
         else:
-            notes.append("It was compiled with another backend; this is what fuseboard makes of it.")
-    board.session(resolve(**options))  # a wrong setting raises here, unwrapped by Dynamo
+            notes.append(
+                "It was compiled with another backend; this is what fuseboard makes of it."
+            )
+    session = board.session(resolve(**options))  # a wrong setting raises here, unwrapped by Dynamo
 
     def backend(graph: Any, inputs: Any) -> Any:
         return fuseboard(graph, inputs, **options)
@@ -174,6 +171,8 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         compiled = stack.enter_context(compiled_apart(_with_code(original), backend, how))
         result = compiled(*args, **kwargs)
         _run_backward(result, (args, kwargs))
+    for graph in explanation.graphs:
+        graph.backends = graph.backends or tuple(info.name for info in session.backends)
     return explanation
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fuseboard.report.data import Break, FusionReport, GraphReport, RegionReport
+from fuseboard.report.dynamo import readable
 
 if TYPE_CHECKING:
     from fuseboard.report.explain import Elsewhere, Explanation
@@ -31,24 +32,30 @@ _NOTHING = (
 )
 
 
-def as_text(explanation: Explanation) -> str:
-    """Without colours, for ``str()`` and files."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
+def as_text(explanation: Explanation, width: int = WIDTH) -> str:
+    """Without colours and trailing blanks, for ``str()``, files and pipes."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
     console.print(render(explanation))
-    with console.capture() as capture:
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def show(explanation: Explanation, console: Console) -> None:
+    """Print it: with colours on a terminal, as plain text elsewhere."""
+    if console.is_terminal:
         console.print(render(explanation))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    else:
+        console.file.write(as_text(explanation, console.width) + "\n")
 
 
 def render(explanation: Explanation) -> RenderableType:
     """The whole report."""
     parts: list[RenderableType] = [summary(explanation)]
     parts += [Text(note, style="yellow") for note in explanation.notes]
-    for found in explanation.breaks:
-        parts += [Text(), _break(found)]
+    for found in explanation.breaks or ():
+        parts += [Text(), *_break(found)]
     for graph in explanation.graphs:
-        if graph.kind != "joint" or graph.fusions or graph.trips:
-            parts += [Text(), *_graph(graph)]
+        parts += [Text(), *_graph(graph)]
     if not explanation.graphs:
         parts += [Text(), Text(_NOTHING)]
     return Group(*parts)
@@ -61,8 +68,9 @@ def summary(explanation: Explanation) -> Text:
     trips = sum(len(graph.trips) for graph in explanation.graphs)
     seconds = sum(sum(graph.seconds.values()) for graph in explanation.graphs)
     text = Text(f"{_many(len(graphs), 'graph')}", style="bold")
-    breaks = sum(found.count for found in explanation.breaks)
-    text.append(f" · {_many(breaks, 'graph break')}", "yellow" if breaks else "")
+    if explanation.breaks is not None:
+        breaks = sum(found.count for found in explanation.breaks)
+        text.append(f" · {_many(breaks, 'graph break')}", "yellow" if breaks else "")
     where = ", ".join(f"{count} {_at(backend)}" for backend, count in homes.most_common())
     text.append(f" · {_many(homes.total(), 'op')}")
     if where:
@@ -79,25 +87,26 @@ def summary(explanation: Explanation) -> Text:
 def _graph(graph: GraphReport) -> list[RenderableType]:
     from fuseboard.report.explain import elsewhere
 
-    compile_id, _, line = graph.frame.partition(" ")
+    compile_id, _, function = graph.frame.partition(" ")
     head = Text()
     head.append(f"{graph.kind} graph", "bold cyan").append(f" {graph.name}", "bold")
-    head.append(f" · {shorten(graph.function or line or 'unknown function')}")
+    head.append(f" · {shorten(readable(function)) or 'unknown function'}")
     stages = ", ".join(f"{stage} {s:.2f}" for stage, s in graph.seconds.items() if s >= 0.005)
-    below = f"compile {compile_id}" + (f" · seconds: {stages}" if stages else "")
-    parts: list[RenderableType] = [head, Text(f"  {below}", style="dim")]
+    below = "split into forward and backward · " if graph.kind == "joint" else ""
+    below += f"compile {compile_id}" + (f" · seconds: {stages}" if stages else "")
+    parts: list[RenderableType] = [head, _line(below, "dim")]
     if graph.fusions:
-        parts.append(Text(f"  rewritten as a whole: {_fusions(graph.fusions)}"))
-    parts += [Text(f"  note: {note}", style="yellow") for note in graph.notes]
+        parts.append(_line(f"rewritten as a whole: {_fusions(graph.fusions)}"))
+    parts += [_line(f"note: {note}", "yellow") for note in graph.notes]
     if graph.regions:
-        parts.append(Padding(_regions(graph.regions), (0, 0, 0, 1)))
+        parts.append(Padding(_regions(graph.regions), (0, 0, 0, 1), expand=False))
     own = Counter(node.reason for node in graph.nodes if node.backend == "board")
     for reason, count in own.items():
-        parts.append(Text(f"  the board itself runs {_many(count, 'op')}: {reason}"))
+        parts.append(_line(f"{_many(count, 'op')} run by the board itself: {reason}"))
     groups = elsewhere(graph)
     if groups:
-        parts.append(Text(f"  not on {graph.backends[0]}, which comes first:", style="bold"))
-        parts.append(Padding(_elsewhere(groups), (0, 0, 0, 3)))
+        parts.append(_line(f"not on {graph.backends[0]}, which comes first:", "bold"))
+        parts.append(Padding(_elsewhere(groups), (0, 0, 0, 3), expand=False))
     parts += [_trip(graph, number) for number in range(len(graph.trips))]
     return parts
 
@@ -108,7 +117,7 @@ def _regions(regions: Sequence[RegionReport]) -> Table:
     table.add_column("region", no_wrap=True)
     table.add_column("backend", no_wrap=True)
     table.add_column("ops", justify="right", no_wrap=True)
-    table.add_column("what is in it", overflow="fold", ratio=1)
+    table.add_column("what is in it", overflow="fold")
     table.add_column("lower s", justify="right", no_wrap=True)
     alike = Counter(region.same_as for region in regions)
     for region in regions:
@@ -135,9 +144,14 @@ def _contents(region: RegionReport, more: int) -> Text:
     if any(fusion.applied for fusion in region.fusions):
         lines.append(Text(f"fused: {_fusions(region.fusions)}"))
     if region.hoisted:
-        lines.append(Text(f"{_many(region.hoisted, 'value')} of weights computed outside the calls"))
+        lines.append(
+            Text(f"{_many(region.hoisted, 'value')} of weights computed outside the calls")
+        )
     if region.sources:
-        lines.append(Text(f"from {_places(region.sources)}", style="dim"))
+        places = _places(region.sources)
+        lines += [Text(f"from {place}", style="dim") for place in places[:SHOWN]]
+        if len(places) > SHOWN:
+            lines.append(Text(f"from {len(places) - SHOWN} more files", style="dim"))
     lines += [Text(f"note: {note}", style="yellow") for note in dict.fromkeys(region.notes)]
     return Text("\n").join(lines)
 
@@ -145,7 +159,7 @@ def _contents(region: RegionReport, more: int) -> Text:
 def _elsewhere(groups: Sequence[Elsewhere]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold", ratio=1)
+    table.add_column(overflow="fold")
     for group in groups:
         cell = Text(f"{group.reason or 'no reason given'}")
         cell.append(f" → {group.backend}", "green")
@@ -154,34 +168,39 @@ def _elsewhere(groups: Sequence[Elsewhere]) -> Table:
     return table
 
 
-def _trip(graph: GraphReport, number: int) -> Text:
+def _trip(graph: GraphReport, number: int) -> RenderableType:
     trip = graph.trips[number]
-    text = Text(f"  tripped: {trip.plugin} in stage {trip.stage}", style="bold red")
+    text = Text().append(f"tripped: {trip.plugin} in stage {trip.stage}", "bold red")
     place = f", {shorten(trip.source)}" if trip.source else ""
-    text.append(f" on {trip.region}{place}", "red")
-    text.append(f"\n    {trip.error}", "red")
-    text.append(f"\n    ran instead: {trip.instead}", "not bold default")
-    return text
+    text.append(f" on {trip.region}{place}")
+    return Group(
+        _line(text),
+        _line(trip.error, "red", indent=4),
+        _line(f"ran instead: {trip.instead}", indent=4),
+    )
 
 
-def _break(found: Break) -> Text:
+def _break(found: Break) -> list[RenderableType]:
     what = "left to Python" if found.uncompiled else "graph break"
-    text = Text(what, style="bold yellow")
+    head = Text().append(what, "bold yellow")
     if found.count > 1:
-        text.append(f" ×{found.count}", "bold yellow")
-    where = f" · {found.function} ({shorten(found.source)})" if found.source else ""
-    text.append(f"{where}\n", "not bold default")
-    text.append(f"  {found.reason}", "default")
-    if found.explanation:
-        text.append(f"\n  {found.explanation}", "not bold dim")
-    for hint in found.hints:
-        text.append(f"\n  hint: {hint}", "not bold dim")
-    for step in found.stack[:-1]:
-        text.append(f"\n  reached through {shorten(step)}", "not bold dim")
-    return text
+        head.append(f" ×{found.count}", "bold yellow")
+    if found.source:
+        head.append(f" · {found.function} ({shorten(found.source)})")
+    parts: list[RenderableType] = [head, _line(found.reason)]
+    parts += [_line(found.explanation, "dim")] if found.explanation else []
+    parts += [_line(f"hint: {hint}", "dim") for hint in found.hints]
+    parts += [_line(f"reached through {shorten(step)}", "dim") for step in found.stack[:-1]]
+    return parts
 
 
 # --- small things ---------------------------------------------------------------------------------
+
+
+def _line(text: str | Text, style: str = "", indent: int = 2) -> RenderableType:
+    """A text that keeps its indentation where it is folded."""
+    text = Text(text, style=style) if isinstance(text, str) else text
+    return Padding(text, (0, 0, 0, indent), expand=False)
 
 
 def _many(count: int, word: str) -> str:
@@ -202,10 +221,14 @@ def _ops(ops: dict[str, int]) -> str:
     """Ops without their namespace and overload, the most frequent first."""
     short: Counter[str] = Counter()
     for op, count in ops.items():
-        name = op.removeprefix("torch.ops.")
-        namespace, _, rest = name.partition(".")
-        short[rest.partition(".")[0] if namespace in ("aten", "prims") and rest else name] += count
-    return _first([f"{name} ×{count}" if count > 1 else name for name, count in short.most_common()])
+        namespace, _, rest = op.partition(".")
+        inner = rest and namespace in ("aten", "prims")
+        short[rest.partition(".")[0] if inner else op.removeprefix("operator.")] += count
+    if len(short) > 1:
+        del short["getitem"]  # what takes one result of an op that has several
+    return _first(
+        [f"{name} ×{count}" if count > 1 else name for name, count in short.most_common()]
+    )
 
 
 def _fusions(fusions: Iterable[FusionReport]) -> str:
@@ -216,7 +239,7 @@ def _fusions(fusions: Iterable[FusionReport]) -> str:
     return f"{text} ({off} switched off)" if off else text
 
 
-def _places(sources: Sequence[str]) -> str:
+def _places(sources: Sequence[str]) -> list[str]:
     """``file:line`` places by file, each with its range of lines."""
     lines: dict[str, list[int]] = {}
     for source in sources:
@@ -226,7 +249,7 @@ def _places(sources: Sequence[str]) -> str:
     for file, found in lines.items():
         low, high = min(found), max(found)
         places.append(f"{shorten(file)}:{low}" + (f"-{high}" if high > low else ""))
-    return _first(places)
+    return places
 
 
 def shorten(text: str) -> str:

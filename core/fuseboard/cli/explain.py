@@ -1,0 +1,178 @@
+"""``fuseboard explain``: run a function of the user's, show what fuseboard made of it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fuseboard.errors import FuseboardError
+
+if TYPE_CHECKING:
+    from fuseboard.report.explain import Explanation
+
+_ANSWERS = (
+    "It may return (model, args) or (model, args, kwargs): then model(*args, **kwargs) is "
+    "explained. Or it may do the work itself, with torch.compile(..., backend='fuseboard') inside."
+)
+
+
+class TargetError(FuseboardError):
+    """What ``fuseboard explain`` is to run can't be found, or returns the wrong thing."""
+
+
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT_OR_MODULE:FUNCTION",
+            help="A script's path or a dotted module, and a function of it without parameters.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what runs where, and why: graphs, graph breaks, regions, reasons, trips.
+
+    FUNCTION returns a callable and its arguments, (model, args) or (model, args, kwargs): that
+    call is explained. Or it does the work itself, with torch.compile(..., backend="fuseboard")
+    inside: whatever is compiled while it runs is explained.
+
+    What the code prints goes to stderr, so the report can be piped.
+    """
+    with redirect_stdout(sys.stderr):
+        explanation = run(target)
+    if as_json:
+        print(json.dumps(explanation.as_dict(), indent=2))
+    else:
+        from fuseboard.report.text import show
+
+        show(explanation, Console())
+
+
+def run(target: str) -> Explanation:
+    """Import the target, run it, and explain.
+
+    :raises TargetError: the target isn't there, or returns what can't be explained.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise TargetError(
+            f"{target!r}: allowed: SCRIPT_OR_MODULE:FUNCTION, such as train.py:step or "
+            "package.models:example"
+        )
+    function = _function(_imported(place), name, place)
+
+    from fuseboard.report import explain as report
+
+    with report.explained() as explanation:
+        result = function()
+    if isinstance(result, tuple) and result and callable(result[0]):
+        model, args, kwargs = _call(result, target)
+        return report.explain(model, *args, **kwargs)
+    if not explanation.graphs and not explanation.breaks:
+        raise TargetError(
+            f"{target} returned {_described(result)} and compiled nothing with fuseboard. "
+            f"{_ANSWERS}"
+        )
+    return explanation
+
+
+def _call(result: tuple[Any, ...], target: str) -> tuple[Any, Any, Any]:
+    """The call that a returned tuple stands for."""
+    model, *rest = result
+    right = (
+        len(rest) in (1, 2)
+        and isinstance(rest[0], tuple | list)
+        and all(isinstance(kwargs, dict) for kwargs in rest[1:])
+    )
+    if not right:
+        got = ", ".join(_described(item) for item in result)
+        raise TargetError(
+            f"{target} returned ({got}). After the callable come its arguments, a tuple or list, "
+            "and if wanted a dict of keyword ones: (model, (x,)) or (model, (x,), {'mask': m})."
+        )
+    return model, rest[0], rest[1] if len(rest) == 2 else {}
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+# --- finding the function -------------------------------------------------------------------------
+
+
+def _imported(place: str) -> ModuleType:
+    """A module, from a script's path or a dotted name."""
+    path = Path(place)
+    if path.suffix == ".py" or path.is_file() or len(path.parts) > 1:
+        return _script(path)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as for `python -m`
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if not f"{place}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports isn't
+        raise TargetError(
+            f"there is no module {place!r}, in {here} or on Python's path. A script is named by "
+            f"its path, such as ./{place.replace('.', '/')}.py"
+        ) from None
+
+
+def _script(path: Path) -> ModuleType:
+    """A script as a module, so that its ``if __name__ == "__main__":`` doesn't run."""
+    if not path.is_file():
+        siblings = [found.name for found in path.parent.glob("*.py")]
+        raise TargetError(f"there is no file {str(path)!r}.{_near(path.name, siblings)}")
+    name = path.stem if path.stem not in sys.modules else f"_script_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{str(path)!r} isn't a Python file: its name has to end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.resolve().parent))  # as for `python SCRIPT`
+    spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, name: str, place: str) -> Callable[[], Any]:
+    own = sorted(n for n, v in vars(module).items() if inspect.isroutine(v) and n[0] != "_")
+    function = getattr(module, name, None)
+    if function is None:
+        raise TargetError(
+            f"{place} has no function {name!r}.{_near(name, own)} "
+            f"Its functions: {', '.join(own) or 'none'}"
+        )
+    if not callable(function):
+        raise TargetError(
+            f"{name!r} of {place} is {_described(function)}, not a function.{_near(name, own)}"
+        )
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TargetError(
+            f"{place}:{name} has the parameters {', '.join(needed)}, and is called without any. "
+            f"Write a function around it. {_ANSWERS}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _near(name: str, others: list[str]) -> str:
+    found = get_close_matches(name, others, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""

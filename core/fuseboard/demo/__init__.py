@@ -1,0 +1,1 @@
+"""What ``fuseboard demo`` shows: a pretrained model that answers questions about Python."""
