@@ -13,6 +13,7 @@ from fuseboard import torch_internals
 from fuseboard.board import Session, board
 from fuseboard.config import resolve
 from fuseboard.contracts import Boxed
+from fuseboard.errors import LoweringError, PluginError
 from fuseboard.pipeline import Pipeline
 from fuseboard.report.data import ledger
 
@@ -71,12 +72,16 @@ class _Capture:
         for info in self.session.backends:
             if training and not info.training:
                 continue
-            table = self.session.call(
-                "fuseboard_decompositions",
-                info.name,
-                kind=kind,
-                options=self.session.options(info.name),
-            )
+            try:
+                table = self.session.call(
+                    "fuseboard_decompositions",
+                    info.name,
+                    kind=kind,
+                    options=self.session.options(info.name),
+                )
+            except (PluginError, LoweringError) as error:
+                self.pipeline.contain_at_capture(info.name, error)
+                continue
             return dict(table or {})
         return {}
 
@@ -108,8 +113,11 @@ class _Capture:
                 report.notes.append(text)
 
 
-def _overlap(args: Sequence[Any]) -> frozenset[int]:
-    """Positions of inputs whose memory overlaps another input's."""
+def _overlap(args: Sequence[Any]) -> frozenset[tuple[tuple[int, int], ...]]:
+    """Which inputs overlap, and how: (position, offset) of each, a tuple for each storage.
+
+    Code for inputs that overlap has their offsets in their storage built in.
+    """
     tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     addresses = [torch_internals.storage_address(tensor) for _, tensor in tensors]
     if len(set(addresses)) == len(addresses):
@@ -117,9 +125,9 @@ def _overlap(args: Sequence[Any]) -> frozenset[int]:
     groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
     for address, pair in zip(addresses, tensors, strict=True):
         groups.setdefault(address, []).append(pair)
-    return frozenset(
-        group[position][0]
-        for group in groups.values()
-        if len(group) > 1
-        for position in torch_internals.overlapping([tensor for _, tensor in group])
-    )
+    found = []
+    for group in groups.values():
+        if len(group) > 1:
+            places = sorted(torch_internals.overlapping([tensor for _, tensor in group]))
+            found.append(tuple((group[i][0], int(group[i][1].storage_offset())) for i in places))
+    return frozenset(filter(None, found))

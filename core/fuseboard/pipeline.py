@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Claim, Decline, Event, GraphKind, Plan, Stage
-from fuseboard.errors import PluginError, RegionError
+from fuseboard.errors import LoweringError, PluginError, RegionError
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.failure import decide, describe, trip
@@ -22,6 +22,7 @@ from fuseboard.lower.lowering import Lowering, copy_graph, source_line
 from fuseboard.lower.runner import Runner, Site
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.claims import why_unsupported
+from fuseboard.partition.joint import split_joint
 from fuseboard.partition.plan import check_plan, plan_by_priority
 from fuseboard.partition.regions import cut_regions
 from fuseboard.report.data import GraphReport, NodeReport, ledger
@@ -42,6 +43,15 @@ class Pipeline:
     def __init__(self, session: Session, frame: str) -> None:
         self.session = session
         self.frame = frame
+        # What tripped before there was a graph: told in the report of the first.
+        self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
+
+    def contain_at_capture(self, plugin: str, error: Exception) -> None:
+        """A failure before there is a graph.
+
+        :raises RegionError: the policy is to raise.
+        """
+        self._tripped(self._at_capture, plugin, "capture", error, "the next backend's level")
 
     def partition_joint(
         self,
@@ -55,20 +65,36 @@ class Pipeline:
         """AOTAutograd's ``partition_fn``: fuse the joint graph, then split it."""
         with _compiling:
             report = self._report("joint")
-            with _timed(report, "fuse"):
-                self._fuse_graph(joint, "joint", report)
-            with _timed(report, "partition"):
-                _, parts = self.session.first(
-                    "fuseboard_partition_joint",
-                    joint=joint,
-                    inputs=inputs,
-                    num_fwd_outputs=num_fwd_outputs,
-                    static_inputs=tuple(static_lifetime_input_indices or ()),
-                    memory_budget=self.session.settings.memory_budget,
-                    keywords=keywords,
-                )
             ledger.add(report)
+            with _timed(report, "fuse"):
+                joint = self._fuse_graph(joint, "joint", report)
+            with _timed(report, "partition"):
+                return self._split(
+                    report,
+                    {
+                        "joint": joint,
+                        "inputs": inputs,
+                        "num_fwd_outputs": num_fwd_outputs,
+                        "static_inputs": tuple(static_lifetime_input_indices or ()),
+                        "memory_budget": self.session.settings.memory_budget,
+                        "keywords": keywords,
+                    },
+                )
+
+    def _split(
+        self, report: GraphReport, arguments: dict[str, Any]
+    ) -> tuple[GraphModule, GraphModule]:
+        """The hook's answer for a joint graph; the default's where the hook fails."""
+        own = {**arguments, "joint": copy_graph(arguments["joint"])}
+        try:
+            _, parts = self.session.first("fuseboard_partition_joint", **own)
             return parts  # type: ignore[no-any-return]
+        except (PluginError, LoweringError) as error:
+            plugin = getattr(error, "plugin", "")
+            if plugin == "defaults":
+                raise
+            self._tripped(report, plugin, "partition", error, "the default split")
+            return split_joint(**arguments)
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
         """An AOTAutograd compiler: a forward, backward or inference graph to a boxed callable."""
@@ -85,7 +111,7 @@ class Pipeline:
         roles = torch_internals.input_roles()
         if kind == "inference":
             with _timed(report, "fuse"):
-                self._fuse_graph(graph, kind, report)
+                graph = self._fuse_graph(graph, kind, report)
         with _timed(report, "partition"):
             kept = board_nodes(graph)
             claims = self._claims(graph, kind, kept, report)
@@ -111,31 +137,37 @@ class Pipeline:
             ]
         self._describe_nodes(graph, kept, plan, claims, sites, report)
         visible = roles.visible_outputs if kind == "forward" else None
-        runner = Runner(
-            graph, captured, kind, sites, list(kept), self.session, report, visible
-        )
+        runner = Runner(graph, captured, kind, sites, list(kept), self.session, report, visible)
         self.session.notify(Event("graph", report.name, sum(report.seconds.values())))
         return runner.boxed()
 
     # --- stages ---------------------------------------------------------------------------------
 
-    def _fuse_graph(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> None:
-        """Graph-level rewrites of every plugin, in order."""
+    def _fuse_graph(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> GraphModule:
+        """The graph after the graph-level rewrites of every plugin, in order."""
         settings = self.session.settings
         counter = FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip))
         for info in self.session.backends:
+            if not self.session.implements(info.name, "fuseboard_fuse"):
+                continue
+            own = copy_graph(graph)  # a rewrite that fails half way is dropped with it
             try:
                 fusions = self.session.call(
                     "fuseboard_fuse",
                     info.name,
-                    graph=graph,
+                    graph=own,
                     kind=kind,
                     region=None,
                     options=self.session.options(info.name),
                 )
-                report.fusions.extend(apply_fusions(graph, fusions or [], info.name, counter))
-            except PluginError as error:
+                if fusions:
+                    limit_s = settings.hook_limit_s
+                    done = apply_fusions(own, fusions, info.name, counter, limit_s)
+                    report.fusions.extend(done)
+                    graph = own
+            except (PluginError, LoweringError) as error:
                 self._tripped(report, info.name, "fuse", error, "the graph without its rewrites")
+        return graph
 
     def _claims(
         self, graph: GraphModule, kind: GraphKind, kept: Mapping[Node, str], report: GraphReport
@@ -153,14 +185,17 @@ class Pipeline:
                 answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
             else:
                 try:
-                    answers = self.session.call(
-                        "fuseboard_claim",
-                        info.name,
-                        graph=copy_graph(graph),
-                        kind=kind,
-                        options=self.session.options(info.name),
-                    ) or []
-                except PluginError as error:
+                    answers = (
+                        self.session.call(
+                            "fuseboard_claim",
+                            info.name,
+                            graph=copy_graph(graph),
+                            kind=kind,
+                            options=self.session.options(info.name),
+                        )
+                        or []
+                    )
+                except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
             refused = {name: why_unsupported(info, node) for name, node in nodes.items()}
             claims[info.name] = _arbitrated(answers, {n: r for n, r in refused.items() if r}, nodes)
@@ -183,12 +218,13 @@ class Pipeline:
             )
             check_plan(plan, claims, who)
             return plan  # type: ignore[no-any-return]
-        except PluginError as error:
-            self._tripped(report, error.plugin or who, "plan", error, "the default plan")
+        except (PluginError, LoweringError) as error:
+            plugin = getattr(error, "plugin", "") or who
+            self._tripped(report, plugin, "plan", error, "the default plan")
             return plan_by_priority(**arguments)
 
     def _tripped(
-        self, report: GraphReport, plugin: str, stage: Stage, error: PluginError, instead: str
+        self, report: GraphReport, plugin: str, stage: Stage, error: Exception, instead: str
     ) -> None:
         """Contain a failure that isn't a region's, or raise it if the policy says so."""
         if decide(self.session, report.name, plugin, stage, error) == "raise":
@@ -206,6 +242,8 @@ class Pipeline:
         frame = f"{torch_internals.compile_id()} {self.frame}".strip()
         report = GraphReport(name=f"{kind}{number}", kind=kind, frame=frame)
         report.notes.extend(self.session.notes)
+        report.trips.extend(self._at_capture.trips)
+        self._at_capture.trips.clear()
         return report
 
     def _describe_nodes(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fuseboard import torch_internals
 from fuseboard.partition.board_nodes import view_chain
 from fuseboard.partition.estimate import is_free, sizes
 from fuseboard.partition.regions import keeps_order
@@ -121,7 +122,7 @@ def _split(graph: GraphModule, frontier: list[Node]) -> Hoisted:
             new[node].meta = dict(node.meta)
     prepare.output(tuple(new[node] for node in frontier))
     uses = tuple(i for i, node in enumerate(placeholders) if node in needed)
-    prepared = GraphModule(graph, prepare, class_name="Prepare")
+    prepared = torch_internals.graph_module(graph, prepare, "Prepare")
 
     last = placeholders[-1]
     with graph.graph.inserting_after(last):

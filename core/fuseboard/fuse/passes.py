@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule
 
 from fuseboard.contracts import Fusion
-from fuseboard.errors import ContractError
+from fuseboard.deadline import deadline
+from fuseboard.errors import ContractError, HookTimeout, PluginError
 from fuseboard.report.data import FusionReport
 
 
@@ -33,10 +34,17 @@ class FusionCounter:
 
 
 def apply_fusions(
-    graph: GraphModule, fusions: Sequence[Fusion], plugin: str, counter: FusionCounter
+    graph: GraphModule,
+    fusions: Sequence[Fusion],
+    plugin: str,
+    counter: FusionCounter,
+    limit_s: float,
 ) -> list[FusionReport]:
     """Apply a plugin's fusions to the graph they were offered for; returns what was done.
 
+    :param limit_s: how long one fusion may take.
+    :raises PluginError: a fusion raised; the graph may be half rewritten.
+    :raises HookTimeout: it took longer than its limit.
     :raises ContractError: two fusions overlap, or the graph is no longer well formed.
     """
     done: list[FusionReport] = []
@@ -53,11 +61,11 @@ def apply_fusions(
         number = counter.offered
         applied = counter.admits()
         if applied:
-            fusion.apply()
+            _apply(fusion, plugin, limit_s)
         done.append(FusionReport(number, fusion.name, plugin, fusion.nodes, applied))
     if any(report.applied for report in done):
-        graph.graph.eliminate_dead_code()
         try:
+            graph.graph.eliminate_dead_code()
             graph.graph.lint()
         except Exception as error:  # lint raises whatever it meets
             raise ContractError(
@@ -67,6 +75,22 @@ def apply_fusions(
         graph.recompile()
     counter.applied.extend(done)
     return done
+
+
+def _apply(fusion: Fusion, plugin: str, limit_s: float) -> None:
+    hook = "fuseboard_fuse"
+
+    def late() -> Exception:
+        return HookTimeout(plugin, hook, f"fusion {fusion.name!r} took over {limit_s:g} s")
+
+    try:
+        with deadline(limit_s, late):
+            fusion.apply()
+    except PluginError:
+        raise
+    except Exception as error:
+        problem = f"fusion {fusion.name!r} raised {type(error).__name__}: {error}"
+        raise PluginError(plugin, hook, problem) from error
 
 
 def _check_values(graph: GraphModule, plugin: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
 
+from fuseboard.board import Session
 from fuseboard.contracts import FailureAction, Region, Stage, Trip
 from fuseboard.errors import PluginError, RegionError
 from fuseboard.report.data import GraphReport
@@ -12,19 +12,20 @@ from fuseboard.report.data import GraphReport
 log = logging.getLogger("fuseboard")
 
 
-class Asks(Protocol):
-    """The part of a board session that deciding needs."""
-
-    def first(self, hook: str, **arguments: Any) -> tuple[str, Any]: ...
-
-
 def decide(
-    session: Asks, region: str, plugin: str, stage: Stage, error: BaseException
+    session: Session, region: str, plugin: str, stage: Stage, error: BaseException
 ) -> FailureAction:
-    """Ask the failure hook; the setting ``on_failure`` answers where no plugin does."""
-    _, action = session.first(
-        "fuseboard_on_failure", region=region, plugin=plugin, stage=stage, error=error
-    )
+    """Ask the failure hook; the setting ``on_failure`` answers where no plugin does.
+
+    It answers, too, where the plugin that was asked fails itself.
+    """
+    try:
+        _, action = session.first(
+            "fuseboard_on_failure", region=region, plugin=plugin, stage=stage, error=error
+        )
+    except PluginError as problem:
+        log.warning("%s: %s; the setting on_failure decides", region, problem)
+        action = session.settings.on_failure
     return action  # type: ignore[no-any-return]
 
 
@@ -41,7 +42,9 @@ def trip(
     text = describe(error)
     report.trips.append(Trip(plugin, stage, region, text, instead, source))
     place = f" ({source})" if source else ""
-    log.warning("%s: %s tripped in %s%s: %s; ran %s instead", region, plugin, stage, place, text, instead)
+    log.warning(
+        "%s: %s tripped in %s%s: %s; ran %s instead", region, plugin, stage, place, text, instead
+    )
 
 
 def describe(error: BaseException | str) -> str:
@@ -54,10 +57,15 @@ def describe(error: BaseException | str) -> str:
     return " ".join(text.split())[:500]
 
 
-def region_error(region: Region, stage: Stage, error: BaseException) -> RegionError:
-    """The exception for the policy ``raise``; the caller chains it to ``error``."""
+def region_error(
+    region: Region,
+    stage: Stage,
+    error: BaseException,
+    why: str = "the policy is on_failure='raise'; 'next' and 'eager' contain it",
+) -> RegionError:
+    """The exception for a failure that isn't contained; the caller chains it to ``error``."""
     source = f", from {region.source}" if region.source else ""
     return RegionError(
         f"plugin {region.backend!r} failed in stage {stage!r} on region {region.name!r}{source}: "
-        f"{describe(error)}. The policy is on_failure='raise'; 'next' and 'eager' contain it."
+        f"{describe(error)}. Not contained: {why}."
     )

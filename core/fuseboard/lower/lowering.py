@@ -1,4 +1,4 @@
-"""From cut regions to callables: decompose, fuse, hoist, lower; the next backend after a failure."""
+"""From cut regions to callables: decompose, fuse, hoist, lower; else on the next backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -82,13 +81,20 @@ class Lowering:
             report.backend = known.region.backend
             report.same_as = known.region.name
             report.hoisted = known.values
-            return dataclasses.replace(known, region=dataclasses.replace(region, backend=report.backend))
+            return dataclasses.replace(
+                known, region=dataclasses.replace(region, backend=report.backend)
+            )
         start = time.perf_counter()
         lowered = self._lower_somewhere(cut, region, report)
         report.lower_s = time.perf_counter() - start
         self._known[region.signature] = lowered
         self.session.notify(
-            Event("lower", self.report.name, report.lower_s, {"region": name, "backend": report.backend})
+            Event(
+                "lower",
+                self.report.name,
+                report.lower_s,
+                {"region": name, "backend": report.backend},
+            )
         )
         return lowered
 
@@ -125,9 +131,7 @@ class Lowering:
                 if action == "eager":
                     del candidates[position + 1 : -1]
                 instead = candidates[position + 1]
-                trip(
-                    self.report, backend, "lower", region.name, error, instead, region.source
-                )
+                trip(self.report, backend, "lower", region.name, error, instead, region.source)
                 continue
             report.backend = backend
             return lowered
@@ -187,7 +191,8 @@ class Lowering:
         )
         done: list[FusionReport] = []
         if fusions:
-            done = apply_fusions(graph, fusions, region.backend, self.counter)
+            limit_s = self.session.settings.hook_limit_s
+            done = apply_fusions(graph, fusions, region.backend, self.counter, limit_s)
         report.fusions = done
         return graph, {node.name for node in graph.graph.nodes} - before
 
@@ -198,18 +203,20 @@ def copy_graph(graph: GraphModule) -> GraphModule:
     mapping: dict[Node, Node] = {}
     result = new.graph_copy(graph.graph, mapping)
     new.output(result)
-    for old, copied in mapping.items():
-        copied.meta = dict(old.meta)
-    return GraphModule(graph, new, class_name=type(graph).__name__)
+    return torch_internals.graph_module(graph, new, type(graph).__name__)
 
 
 def source_line(node: Node) -> str:
-    """The user's line that a node comes from, ``file:line``, or "" where torch kept none."""
+    """Where a node comes from: the user's ``file:line``, else the module, else ""."""
     trace = node.meta.get("stack_trace") or ""
     places: Sequence[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    if not places:
-        return ""
     torch_home = torch.__path__[0]
     own = [place for place in places if not place[0].startswith(torch_home)]
-    file, line = (own or places)[-1]
-    return f"{file}:{line}"
+    if own or places:
+        file, line = (own or places)[-1]
+        return f"{file}:{line}"
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    path, kind = list(stack.values())[-1]
+    return f"module {path} ({getattr(kind, '__name__', kind)})"

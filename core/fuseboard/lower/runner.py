@@ -11,22 +11,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
-from fuseboard.contracts import Boxed, GraphKind
-from fuseboard.errors import ContractError
+from fuseboard.contracts import Boxed, GraphKind, Region, Verdict
+from fuseboard.errors import ContractError, PluginError
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.lowering import Lowered
-from fuseboard.lower.weights import WeightSets, is_versioned, run_prepare
+from fuseboard.lower.weights import WeightSets, address_of, any_version, run_prepare
 from fuseboard.partition.board_nodes import view_chain
 from fuseboard.partition.regions import Cut
-from fuseboard.profile.verify import shares_storage
+from fuseboard.profile.verify import shares_storage, verify
 from fuseboard.report.data import GraphReport
 
 _WEIGHTS_CHECK = (
@@ -73,7 +74,7 @@ class Runner:
         self._lock = threading.RLock()
         self._cloned: frozenset[int] = frozenset()
         output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
-        self._results: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+        self._results: tuple[Any, ...] = tuple(output.args[0])
         self._visible = len(self._results) if visible is None else visible
         self._may_share = _sharing(self._results)
         self._sets = self._weight_sets()
@@ -112,7 +113,6 @@ class Runner:
         return WeightSets(
             run_prepare(functions),
             self.session.settings.max_weight_sets,
-            versioned=all(is_versioned(node.meta["val"]) for node in self._weights),
         )
 
     def _build(self, checked: bool) -> Boxed:
@@ -132,27 +132,35 @@ class Runner:
             source.line(f"{', '.join(names[node] for node in placeholders)}, = args")
         source.line("args.clear()")
         everything = ", ".join(names[node] for node in placeholders)
-        indent = 2 if contained else 1
+        indent = 2
         site_local = source.unique("site")
         random_state = source.unique("random_state")
         if checked:
             source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
-        if contained:
-            source.line(f"{site_local} = -1")
-            source.line("try:")
+        source.line(f"{site_local} = -1")
+        source.line("try:")
         self._write_weights_check(source, names, indent)
-        self._write_body(source, names, indent, checked, site_local if contained else "")
+        self._write_body(source, names, indent, checked, contained, site_local)
         result = self._result(source, names)
         if checked:
             finish = source.bind(self._finish, "finish")
-            result = f"{finish}({result}, [{everything}])"
+            prepared = f", *{self._values}" if self._sets is not None else ""
+            result = f"{finish}({result}, [{everything}{prepared}])"
         source.line(f"return {result}", indent)
+        source.line("except Exception as error:")
         if contained:
-            recover = source.bind(self._recover, "recover")
             state = f", {random_state}" if checked else ""
-            source.line("except Exception as error:")
+            recover = self._bound(source, self._recover)
             source.line(f"return {recover}(error, {site_local}, [{everything}]{state})", 2)
+        else:
+            blame = self._bound(source, self._blame)
+            source.line(f"raise {blame}(error, {site_local}) from error", 2)
         return source.function(name, "args")
+
+    def _bound(self, source: Source, handler: Callable[..., Any]) -> str:
+        """The name of a handler that knows which code the function was built from."""
+        lowered = tuple(site.lowered for site in self.sites)
+        return source.bind(partial(handler, lowered), handler.__name__.strip("_"))
 
     def _passes_through(self) -> bool:
         """One region is all there is: its list is the call's, its results are the call's."""
@@ -170,14 +178,15 @@ class Runner:
         source = Source()
         name = source.unique(self.report.name)
         region = source.bind(self.sites[0].lowered.call, "region0")
-        if self.kind == "backward":
-            source.line(f"return {region}(args)")
-        else:
+        if self.kind != "backward":
             source.line("inputs = args.copy()")
-            source.line("try:")
-            source.line(f"return {region}(args)", 2)
-            source.line("except Exception as error:")
-            source.line(f"return {source.bind(self._recover, 'recover')}(error, 0, inputs)", 2)
+        source.line("try:")
+        source.line(f"return {region}(args)", 2)
+        source.line("except Exception as error:")
+        if self.kind == "backward":
+            source.line(f"raise {self._bound(source, self._blame)}(error, 0) from error", 2)
+        else:
+            source.line(f"return {self._bound(source, self._recover)}(error, 0, inputs)", 2)
         return source.function(name, "args")
 
     def _write_weights_check(self, source: Source, names: dict[Node, str], indent: int) -> None:
@@ -186,8 +195,6 @@ class Runner:
         sets = source.bind(self._sets, "sets")
         weights, entry = source.unique("weights"), source.unique("entry")
         self._values = source.unique("prepared")
-        from fuseboard.lower.weights import address_of
-
         check = _WEIGHTS_CHECK.format(
             w=weights,
             e=entry,
@@ -196,27 +203,33 @@ class Runner:
         )
         source.line(f"{weights} = ({', '.join(names[n] for n in self._weights)},)", indent)
         source.line(f"{entry} = {sets}.last", indent)
-        source.line(check, indent)
-        source.line(f"{entry} = {sets}.find({weights})", indent + 1)
+        # Before the check: another thread, or the collector, may drop the entry at any moment.
         source.line(f"{self._values} = {entry}.values", indent)
+        source.line(check, indent)
+        source.line(f"{self._values} = {sets}.find({weights})", indent + 1)
 
     def _write_body(
-        self, source: Source, names: dict[Node, str], indent: int, checked: bool, local: str
+        self,
+        source: Source,
+        names: dict[Node, str],
+        indent: int,
+        checked: bool,
+        contained: bool,
+        local: str,
     ) -> None:
         """Region calls in order, then the board's own nodes that outputs need."""
         needed = self._needed_nodes()
         steps: list[tuple[Site | Node, list[Node]]] = [(s, s.cut.inputs) for s in self.sites]
         steps += [(node, node.all_input_nodes) for node in needed]
-        drops = self._drops(steps, contained=bool(local))
+        drops = self._drops(steps, contained)
         for number, (step, _) in enumerate(steps):
             if isinstance(step, Node):
-                if local and number == len(self.sites):
+                if number == len(self.sites):
                     source.line(f"{local} = {number}", indent)
                 names[step] = source.unique(step.name)
                 source.line(f"{names[step]} = {source.call(step, names)}", indent)
             else:
-                if local:
-                    source.line(f"{local} = {number}", indent)
+                source.line(f"{local} = {number}", indent)
                 self._write_site(source, names, indent, number, checked)
             gone = [names[node] for node in drops[number] if node in names]
             if gone:
@@ -283,8 +296,7 @@ class Runner:
 
     def _finish(self, results: tuple[Any, ...], inputs: list[Any]) -> tuple[Any, ...]:
         """End of a checked call: clone what shares storage, go over to the plain code."""
-        visible = results[: self._visible]
-        wrong = shares_storage(visible, inputs, self._may_share[: self._visible])
+        wrong = shares_storage(results, inputs, self._may_share, self._visible)
         with self._lock:
             if wrong:
                 self._cloned |= frozenset(wrong)
@@ -298,6 +310,7 @@ class Runner:
 
     def _recover(
         self,
+        lowered: Sequence[Lowered],
         error: Exception,
         number: int,
         inputs: list[Any],
@@ -306,37 +319,81 @@ class Runner:
         """After a region raised: eager's answer, or eager's exception.
 
         An exception that eager raises as well is the user's own and passes through unchanged.
+
+        :param lowered: what the function that failed was built from; another thread may have
+            replaced some of it since.
+        :param number: the site that was running; -1 for what comes before the first.
         """
-        if number < 0 or number >= len(self.sites):
-            raise error
-        site = self.sites[number]
-        region = site.lowered.region
+        if number < 0 and self._admits_inference_tensors():
+            return self.function(inputs)
         if random_state is not None:
             torch.set_rng_state(random_state)
         try:
             results = boxed_function(self._captured, f"{self.report.name}.eager")(list(inputs))
         except Exception as users_own:
             raise users_own from None
+        if number < 0:
+            number = self._failed_prepare(lowered, inputs)
+        if not 0 <= number < len(lowered):
+            raise error
+        self._contain(lowered[number], error, "eager")
+        return results
+
+    def _blame(self, lowered: Sequence[Lowered], error: Exception, number: int) -> Exception:
+        """After a region raised in a call that can't be repeated, since it let its inputs go.
+
+        What takes its place runs from the next call on.
+        """
+        if not 0 <= number < len(lowered) or isinstance(error, torch.OutOfMemoryError):
+            return error
+        region = lowered[number].region
+        if region.backend == "eager":
+            return error
+        self._contain(lowered[number], error, "nothing in this call, eager from the next one on")
+        return region_error(region, "run", error, "the call's saved tensors are gone")
+
+    def _contain(self, lowered: Lowered, error: Exception, instead: str) -> None:
+        """Run what failed, and all that shares its code, in eager from now on.
+
+        :raises RegionError: the policy is to raise, or it was eager that failed.
+        """
+        region = lowered.region
         action = decide(self.session, region.name, region.backend, "run", error)
         if action == "raise" or region.backend == "eager":
             raise region_error(region, "run", error) from error
-        trip(
-            self.report, region.backend, "run", region.name, error, "eager", region.source
-        )
         with self._lock:
-            self._replace(number)
-        return results
+            failed = [site for site in self.sites if site.lowered.call is lowered.call]
+            if not failed:
+                return  # another thread met the same failure and was quicker
+            trip(self.report, region.backend, "run", region.name, error, instead, region.source)
+            for site in failed:
+                own = replace(site.lowered.region, backend="eager")
+                call = boxed_function(own.graph, f"{own.name}.eager")
+                site.lowered = Lowered(own, call, tuple(range(len(site.cut.inputs))))
+            self._sets = self._weight_sets()
+            self.function = self._build(checked=True)
 
-    def _replace(self, number: int) -> None:
-        """Run a site, and all that share its code, in eager from now on."""
-        failed = self.sites[number].lowered
-        for site in self.sites:
-            if site.lowered.call is failed.call:
-                region = replace(site.lowered.region, backend="eager")
-                call = boxed_function(region.graph, f"{region.name}.eager")
-                site.lowered = Lowered(region, call, tuple(range(len(site.cut.inputs))))
-        self._sets = self._weight_sets()
-        self.function = self._build(checked=True)
+    def _admits_inference_tensors(self) -> bool:
+        """Whether the weights' check failed for inference tensors, and was built again for them."""
+        sets = self._sets
+        if sets is None or sets.version_of is any_version:
+            return False
+        with self._lock:
+            sets.version_of = any_version
+            self.function = self._build(checked=True)
+        return True
+
+    def _failed_prepare(self, lowered: Sequence[Lowered], inputs: list[Any]) -> int:
+        """The site whose prepare graph raises on these inputs; -1 if none does."""
+        values = dict(zip(self.graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for number, (site, code) in enumerate(zip(self.sites, lowered, strict=True)):
+            if code.prepare is not None:
+                try:
+                    with torch.no_grad():
+                        code.prepare([values[site.cut.inputs[i]] for i in code.uses])
+                except Exception:  # it is what is being looked for; known already
+                    return number
+        return -1
 
 
 class _Checked:
@@ -351,36 +408,56 @@ class _Checked:
         region = self._site.lowered.region
         inputs = list(args)
         before = [_copy(value) for value in inputs] if self._runner.always_checked else None
-        result = self._site.lowered.call(args)
-        if before is not None:
-            self._check_inputs(inputs, before)
-        who, verdict = self._runner.session.first(
-            "fuseboard_verify",
-            region=region,
-            expected=self._expected,
-            result=result,
-            inputs=inputs,
-        )
+        try:
+            result = self._site.lowered.call(args)
+        finally:
+            written = _restore(inputs, before) if before is not None else []
+        if written:
+            raise self._broken(f"the lowered region wrote to its inputs {written}")
+        verdict = self._verdict(region, result, inputs)
         if not verdict.ok:
-            raise ContractError(region.backend, "fuseboard_lower", verdict.problem)
+            raise self._broken(verdict.problem)
         return result
 
-    def _check_inputs(self, inputs: list[Any], before: list[Any]) -> None:
-        """A region must not write to what it is given; what it wrote is undone."""
-        written = [
-            i
-            for i, (now, was) in enumerate(zip(inputs, before, strict=True))
-            if isinstance(was, torch.Tensor) and not _same_bits(now, was)
-        ]
-        if written:
-            with torch.no_grad():
-                for i in written:
-                    inputs[i].copy_(before[i])
-            raise ContractError(
-                self._site.lowered.region.backend,
-                "fuseboard_lower",
-                f"the lowered region wrote to its inputs {written}",
-            )
+    def _broken(self, problem: str) -> ContractError:
+        return ContractError(self._site.lowered.region.backend, "fuseboard_lower", problem)
+
+    def _verdict(self, region: Region, result: Any, inputs: list[Any]) -> Verdict:
+        """The verify hook's; where it fails the policy decides, and the default stands in."""
+        session, report = self._runner.session, self._runner.report
+        arguments: dict[str, Any] = {
+            "region": region,
+            "expected": self._expected,
+            "result": result,
+            "inputs": inputs,
+        }
+        try:
+            _, verdict = session.first("fuseboard_verify", **arguments)
+        except PluginError as error:
+            if decide(session, region.name, error.plugin, "profile", error) == "raise":
+                raise
+            instead = "the default check"
+            trip(report, error.plugin, "profile", region.name, error, instead, region.source)
+            verdict = verify(**arguments)
+        return verdict  # type: ignore[no-any-return]
+
+
+def _restore(inputs: list[Any], before: list[Any]) -> list[int]:
+    """Undo what was written to the inputs; returns the positions where something was."""
+    written = [
+        i
+        for i, (now, was) in enumerate(zip(inputs, before, strict=True))
+        if isinstance(was, torch.Tensor) and not _same_bits(now, was)
+    ]
+    with torch.no_grad():
+        for i in written:
+            # An expanded tensor has one element in several places and takes no copy.
+            shape = [
+                1 if s == 0 else n for n, s in zip(inputs[i].shape, inputs[i].stride(), strict=True)
+            ]
+            where = inputs[i].as_strided(shape, inputs[i].stride())
+            where.copy_(before[i].as_strided(shape, before[i].stride()))
+    return written
 
 
 def _copy(value: Any) -> Any:
@@ -390,11 +467,8 @@ def _copy(value: Any) -> Any:
 
 
 def _same_bits(now: torch.Tensor, was: torch.Tensor) -> bool:
-    if now.is_floating_point() or now.is_complex():
-        return torch.equal(torch.nan_to_num(now), torch.nan_to_num(was)) and torch.equal(
-            now.isnan(), was.isnan()
-        )
-    return torch.equal(now, was)
+    first, second = (t.contiguous().resolve_conj().resolve_neg().flatten() for t in (now, was))
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _sharing(results: Sequence[Any]) -> list[frozenset[int]]:

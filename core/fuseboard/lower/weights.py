@@ -37,16 +37,15 @@ _CELLS: dict[int, Any] = {
     2: ctypes.c_uint16,
     4: ctypes.c_uint32,
     8: ctypes.c_uint64,
-    16: ctypes.c_uint64,
 }
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
-def no_version(weight: torch.Tensor) -> int:
-    """The version of an inference tensor, which has none."""
-    return 0
+def any_version(weight: torch.Tensor) -> int:
+    """The version of a tensor that may be an inference tensor, which has none."""
+    return 0 if weight.is_inference() else weight._version
 
 
 class Entry:
@@ -68,6 +67,10 @@ class Entry:
         self.values = values
         self.owners: list[weakref.ref[torch.Tensor]] = []
 
+    def reads_its_samples(self) -> bool:
+        """Whether the weights' memory reads as it did; only after the addresses were compared."""
+        return [cell.value for cell in self.cells] == self.samples
+
     def drop(self) -> None:
         """Never match again, and let the values go. Takes no lock: the collector calls it."""
         self.versions = None
@@ -82,31 +85,32 @@ class WeightSets:
     """The entries of one compiled graph, least recently used first, bounded in number.
 
     :ivar last: the entry that served the latest call; the generated code looks at it only.
+    :ivar version_of: the quick function, until an inference tensor is met.
     """
 
-    def __init__(
-        self, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], limit: int, versioned: bool
-    ) -> None:
+    def __init__(self, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], limit: int) -> None:
         self.last = _EMPTY
-        self.version_of = version_of if versioned else no_version
+        self.version_of = version_of
         self._prepare = prepare
         self._limit = limit
         self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()
         self._lock = threading.RLock()
         _all_sets.add(self)
 
-    def find(self, weights: tuple[torch.Tensor, ...]) -> Entry:
-        """The entry for these weights, prepared now if it is new or stale."""
+    def find(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """The values for these weights, prepared now if they are new or stale."""
         addresses = tuple(map(address_of, weights))
         versions = tuple(map(self.version_of, weights))
         with self._lock:
             entry = self._entries.get(addresses)
-            if entry is not None and entry.versions == versions:
-                if [cell.value for cell in entry.cells] == entry.samples:
+            if entry is not None:
+                values = entry.values  # before the check: it may be dropped at any moment
+                if entry.versions == versions and entry.reads_its_samples():
                     self._entries.move_to_end(addresses)
                     self.last = entry
-                    return entry
+                    return values
             entry = self._make(weights, versions, addresses)
+            values = entry.values
             if (old := self._entries.pop(addresses, None)) is not None:
                 old.drop()
             for key, other in list(self._entries.items()):
@@ -116,7 +120,7 @@ class WeightSets:
             while len(self._entries) > self._limit:
                 self._entries.popitem(last=False)
             self.last = entry
-            return entry
+            return values
 
     def _make(
         self,
@@ -171,12 +175,19 @@ def _sample_cells(weight: torch.Tensor) -> list[Any]:
     """
     if weight.device.type != "cpu" or weight.numel() == 0:
         return []
-    cell_type = _CELLS[weight.element_size()]
+    size = weight.element_size()
     flat = weight.numel()
     places = sorted({i * (flat - 1) // max(PROBED - 1, 1) for i in range(PROBED)})
-    offsets = [_offset(weight, place) for place in places]
-    base = weight.data_ptr()
-    cells = [cell_type.from_address(base + offset * weight.element_size()) for offset in offsets]
+    addresses = [weight.data_ptr() + _offset(weight, place) * size for place in places]
+    if size <= 8:
+        return _telling(_CELLS[size], addresses)
+    # complex128: either part may be written alone (``conj``)
+    return [cell for part in (0, 8) for cell in _telling(_CELLS[8], [a + part for a in addresses])]
+
+
+def _telling(cell_type: Any, addresses: list[int]) -> list[Any]:
+    """Cells at some of the addresses; at such as aren't zero if there are any."""
+    cells = [cell_type.from_address(address) for address in addresses]
     telling = [cell for cell in cells if cell.value] or cells
     step = max(1, len(telling) // SAMPLES)
     return telling[::step][:SAMPLES]
@@ -202,11 +213,6 @@ def refresh(module: torch.nn.Module) -> int:
     tensors = [*module.parameters(), *module.buffers()]
     addresses = {tensor.data_ptr() for tensor in tensors}
     return sum(sets.forget(addresses) for sets in list(_all_sets))
-
-
-def is_versioned(value: Any) -> bool:
-    """Whether in-place ops on a tensor are counted; inference tensors' aren't."""
-    return not (isinstance(value, torch.Tensor) and value.is_inference())
 
 
 def run_prepare(

@@ -33,8 +33,8 @@ def _problem(want: Any, got: Any) -> str:
     if want is None:
         return "" if got is None else f"is {type(got).__name__}, expected None"
     if not isinstance(want, torch.Tensor):
-        if isinstance(got, torch.Tensor):
-            return f"is a tensor, expected {type(want).__name__}"
+        if not isinstance(got, int | float | bool | torch.SymInt):
+            return f"is {type(got).__name__}, expected a number"
         return ""
     if not isinstance(got, torch.Tensor):
         return f"is {type(got).__name__}, expected a tensor"
@@ -66,12 +66,19 @@ def _differ(expected: Sequence[Any], actual: Sequence[int]) -> bool:
 
 
 def shares_storage(
-    outputs: Sequence[Any], inputs: Sequence[Any], may_share: Sequence[frozenset[int]]
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    may_share: Sequence[frozenset[int]],
+    visible: int,
 ) -> list[int]:
     """Positions of outputs that share storage although they must not.
 
+    What the caller can write to matters: the inputs and the visible outputs. Values that are only
+    saved for the backward may share storage with each other.
+
     :param may_share: for each output, the outputs that may share its storage; one that may
         share an input's has -1 among them.
+    :param visible: how many leading outputs the caller gets.
     """
     taken = {
         torch_internals.storage_address(value)
@@ -88,7 +95,7 @@ def shares_storage(
             address in first and first[address] not in may_share[number]
         ):
             wrong.append(number)
-        else:
+        elif number < visible:
             first.setdefault(address, number)
     return wrong
 

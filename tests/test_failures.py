@@ -1,0 +1,743 @@
+"""Plugins that fail: contained by the policy, told in the report, and eager's answer comes out."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import fuseboard
+from fuseboard.errors import RegionError
+from fuseboard.report.data import ledger
+from tests.support.backends import (
+    all_trips,
+    claim_all,
+    claim_ops,
+    compiled,
+    last_graph,
+    observing,
+    pack_linears,
+    plugged,
+)
+from tests.support.values import assert_same, rnd
+
+
+@pytest.fixture(autouse=True)
+def _clear_ledger():
+    ledger.clear()
+
+
+def f(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * 2 + 1
+
+
+#: Enough for what honest plugins do here, on a busy machine.
+LIMIT_S = 1.0
+
+
+class Boom(Exception):
+    """What the plugins here raise."""
+
+
+def boom(*args, **kwargs):
+    raise Boom("the engine exploded")
+
+
+def check(fn, *args, calls: int = 3, reference=f) -> None:
+    """Eager's answers, bit for bit."""
+    with torch.no_grad():
+        for _ in range(calls):
+            assert_same(fn(*args), reference(*args))
+
+
+def train(fn, reference, *args) -> None:
+    """Eager's answer and gradients."""
+    results = []
+    for function in (fn, reference):
+        own = [arg.detach().clone().requires_grad_() for arg in args]
+        result = function(*own)
+        result.square().sum().backward()
+        results.append((result, *(arg.grad for arg in own)))
+    assert_same(*results)
+
+
+def on_region(wrong):
+    """A call that gives ``wrong`` the right results (a list) and the inputs."""
+
+    def call(eager_call, region):
+        def run(args):
+            inputs = list(args)
+            return wrong(list(eager_call(args)), inputs)
+
+        return run
+
+    return call
+
+
+# --- hooks that raise, hang or answer nonsense ---------------------------------------------------
+
+HOOKS = {
+    # hook: (stage in the trip, what runs instead)
+    "decompositions": ("capture", "the next backend's level"),
+    "fuse": ("fuse", "the graph without its rewrites"),
+    "claim": ("claim", "the other backends"),
+    "lower": ("lower", "eager"),
+}
+
+
+def hanging(*args, **kwargs):
+    time.sleep(60)
+
+
+def answering(answer):
+    return lambda: answer
+
+
+def raising():
+    raise Boom("the engine exploded")
+
+
+def raising_lowering_error():
+    raise fuseboard.LoweringError("the engine has no such op")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (raising, "Boom: the engine exploded"),
+        (raising_lowering_error, "the engine has no such op"),
+        (hanging, "no answer within hook_limit_s = 1 "),
+        (answering(3), "it returned 3 of type int"),
+    ],
+    ids=["raises", "raises_lowering_error", "hangs", "lies"],
+)
+def test_a_hook_that_fails(hook, lie, said):
+    """Every hook of a backend, in inference and in training: contained, and told."""
+    stage, instead = HOOKS[hook]
+    fake = (lambda: lie()) if lie is not hanging else (lambda: time.sleep(60))
+    with plugged("bad", **{hook: fake}):
+        check(compiled(f, "bad", hook_limit_s=LIMIT_S), rnd(3, 5))
+        trips = all_trips()
+        train(compiled(f, "bad", hook_limit_s=LIMIT_S), f, rnd(3, 5))
+    first = trips[0]
+    assert (first.plugin, first.stage) == ("bad", stage)
+    assert said in first.error
+    assert first.instead == instead
+    assert {trip.plugin for trip in all_trips()} == {"bad"}
+
+
+@pytest.mark.parametrize("lie", [raising, answering(None), answering((3, 4))])
+@pytest.mark.parametrize("hook", ["plan", "partition_joint", "verify", "on_failure"])
+def test_a_stage_that_fails(hook, lie):
+    """Plugins without a backend that decide for all: the default decides in their place."""
+    with observing("bad", **{hook: lambda: lie()}), plugged(lower=lambda: boom()):
+        train(compiled(f, "fake"), f, rnd(3, 5))
+    own = [trip for trip in all_trips() if trip.plugin == "bad"]
+    if lie() is None if lie is not raising else False:
+        assert not own
+    elif hook != "on_failure":
+        assert own
+    assert any(trip.plugin == "fake" and trip.stage == "lower" for trip in all_trips())
+
+
+def test_an_observer_that_fails():
+    """It cannot break a compile; the notes name it."""
+    with observing("bad", event=lambda: boom()):
+        check(compiled(f), rnd(3))
+    assert not all_trips()
+
+
+@pytest.mark.parametrize(
+    ("apply", "said"),
+    [
+        (lambda graph, node: boom(), "fusion 'bad rewrite' raised Boom: the engine exploded"),
+        (lambda graph, node: time.sleep(60), "fusion 'bad rewrite' took over 1 s"),
+        (lambda graph, node: _half_way(graph, node), "Boom"),
+        (lambda graph, node: _forward_reference(graph, node), "malformed"),
+        (lambda graph, node: _without_value(graph, node), "has no meta['val']"),
+    ],
+    ids=["raises", "hangs", "half_way", "malformed", "without_value"],
+)
+@pytest.mark.parametrize("level", ["graph", "region"])
+def test_a_rewrite_that_fails(level, apply, said):
+    """What it did to the graph before it failed is dropped."""
+
+    def fuse(graph, region):
+        if (region is None) != (level == "graph"):
+            return None
+        nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+        return [
+            fuseboard.Fusion("bad rewrite", (node.name,), lambda node=node: apply(graph, node))
+            for node in nodes
+        ]
+
+    with plugged("bad", fuse=fuse):
+        check(compiled(f, "bad", hook_limit_s=LIMIT_S), rnd(3, 5))
+        trips = all_trips()
+        train(compiled(f, "bad", hook_limit_s=LIMIT_S), f, rnd(3, 5))
+    assert [(trip.plugin, said in trip.error) for trip in trips] == [("bad", True)]
+
+
+def _half_way(graph, node):
+    node.replace_all_uses_with(node.args[0])
+    raise Boom("the engine exploded")
+
+
+def _forward_reference(graph, node):
+    last = list(graph.graph.nodes)[-2]
+    node.args = (last, *node.args[1:])
+
+
+def _without_value(graph, node):
+    with graph.graph.inserting_after(node):
+        other = graph.graph.call_function(torch.ops.aten.neg.default, (node.args[0],))
+    node.replace_all_uses_with(other)
+
+
+def test_a_plugin_that_changes_the_graph_it_is_asked_about():
+    """Claims are made on a copy, plans too; nobody else sees what was done to it."""
+
+    def vandal(graph):
+        answers = claim_all(graph)
+        for node in list(graph.graph.nodes):
+            if node.op == "call_function":
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+        return answers
+
+    with plugged("bad", claim=vandal), plugged("good", claim=claim_all):
+        check(compiled(f, "bad", "good"), rnd(3, 5))
+    assert {trip.plugin for trip in all_trips()} <= {"bad"}
+    assert len(last_graph().nodes) == 3
+
+
+def test_lowering_on_another_thread_than_the_main_one():
+    """There a limit is kept by a watchdog."""
+    problems = []
+
+    def slow(region):
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    def work():
+        try:
+            check(compiled(f, "bad", hook_limit_s=LIMIT_S), rnd(3))
+        except BaseException as error:
+            problems.append(error)
+
+    with plugged("bad", lower=slow):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert not problems
+    assert "hook_limit_s" in all_trips()[0].error
+
+
+# --- lowered code that breaks its contract -------------------------------------------------------
+
+
+def g(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    a = torch.relu(x @ y)
+    return a * 2, a.sum(1)
+
+
+LIES = {
+    "wrong_type": (lambda r, i: r[0], "returned Tensor, not a tuple or list"),
+    "nothing": (lambda r, i: None, "returned NoneType"),
+    "too_few": (lambda r, i: r[:1], "returned 1 outputs, expected 2"),
+    "too_many": (lambda r, i: [*r, r[0]], "returned 3 outputs, expected 2"),
+    "none_for_a_tensor": (lambda r, i: [r[0], None], "output 1 is NoneType, expected a tensor"),
+    "number": (lambda r, i: [r[0], 3.0], "output 1 is float, expected a tensor"),
+    "dtype": (lambda r, i: [r[0].double(), r[1]], "output 0 has dtype torch.float64, expected"),
+    "shape": (lambda r, i: [r[0][:1], r[1]], "output 0 has shape (1, 6), expected (4, 6)"),
+    "rank": (lambda r, i: [r[0], r[1][None]], "output 1 has shape (1, 4), expected (4,)"),
+    "strides": (
+        lambda r, i: [r[0].t().contiguous().t(), r[1]],
+        "output 0 has strides (1, 4), expected (6, 1)",
+    ),
+    "expanded": (lambda r, i: [r[0], r[1][:1].expand(4)], "output 1 has strides (0,)"),
+    "sparse": (lambda r, i: [r[0].to_sparse(), r[1]], "layout"),
+    "meta": (lambda r, i: [r[0].to("meta"), r[1]], "output 0 is on meta, expected cpu"),
+    "raises": (lambda r, i: boom(), "Boom: the engine exploded"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_region_that_breaks_its_contract(lie):
+    """On the first call: eager's answer comes out, and eager runs from then on."""
+    wrong, said = LIES[lie]
+    x, y = rnd(4, 5), rnd(5, 6)
+    with plugged("bad", call=on_region(wrong)):
+        check(compiled(g, "bad"), x, y, reference=g)
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == ("bad", "run", "eager")
+    assert said in trip.error
+
+
+def test_a_region_that_breaks_its_contract_in_training():
+    """Forward and backward are checked, each on its first call."""
+    for lie in ("too_many", "raises"):
+        torch._dynamo.reset()
+        ledger.clear()
+        with plugged("bad", call=on_region(LIES[lie][0])):
+            fn = compiled(f, "bad")
+            for _ in range(2):
+                train(fn, f, rnd(3, 5))
+        assert len(all_trips()) == 2
+        assert {graph.kind for graph in ledger.graphs() if graph.trips} == {"forward", "backward"}
+
+
+def test_verification_can_be_switched_off():
+    """Then lies come through; nothing is checked, and nothing is replaced."""
+    with plugged("bad", call=on_region(lambda r, i: [r[0].double(), r[1]])):
+        fn = compiled(g, "bad", verify="off")
+        with torch.no_grad():
+            assert fn(rnd(4, 5), rnd(5, 6))[0].dtype == torch.float64
+    assert not all_trips()
+
+
+def test_a_region_that_fails_late():
+    """It was right twice: the third call gives eager's answer all the same."""
+    counts = [0]
+
+    def third(results, inputs):
+        counts[0] += 1
+        return boom() if counts[0] == 3 else results
+
+    with plugged("bad", call=on_region(third)):
+        check(compiled(g, "bad"), rnd(4, 5), rnd(5, 6), calls=5, reference=g)
+    (trip,) = all_trips()
+    assert (trip.stage, trip.instead) == ("run", "eager")
+    assert counts == [3]
+
+
+def test_a_forward_that_fails_late():
+    """The backward gets what eager's forward saves."""
+    counts = [0]
+
+    def call(eager_call, region):
+        def run(args):
+            counts[0] += region.kind == "forward"
+            fails = region.kind == "forward" and counts[0] == 3
+            return boom() if fails else eager_call(args)
+
+        return run
+
+    with plugged("bad", call=call):
+        fn = compiled(f, "bad")
+        for _ in range(4):
+            train(fn, f, rnd(3, 5))
+    (trip,) = all_trips()
+    assert trip.region.startswith("forward")
+
+
+def test_a_backward_that_fails_late():
+    """Its saved tensors are gone: an error that names the plugin; eager from the next call on."""
+    counts = [0]
+
+    def call(eager_call, region):
+        def run(args):
+            counts[0] += region.kind == "backward"
+            fails = region.kind == "backward" and counts[0] == 3
+            return boom() if fails else eager_call(args)
+
+        return run
+
+    with plugged("bad", call=call):
+        fn = compiled(f, "bad")
+        for _ in range(2):
+            train(fn, f, rnd(3, 5))
+        with pytest.raises(RegionError, match=r"plugin 'bad' .* Boom: the engine exploded"):
+            train(fn, f, rnd(3, 5))
+        for _ in range(2):
+            train(fn, f, rnd(3, 5))
+    (trip,) = all_trips()
+    assert "eager from the next one on" in trip.instead
+
+
+def test_two_threads_that_meet_one_failure():
+    """Both get eager's answer; it is told once."""
+    ready = threading.Barrier(2, timeout=60)
+    armed = threading.Event()
+
+    def call(eager_call, region):
+        def run(args):
+            if armed.is_set():
+                ready.wait()
+                boom()
+            return eager_call(args)
+
+        return run
+
+    problems = []
+
+    def work():
+        try:
+            check(fn, rnd(4, 5), rnd(5, 6), calls=3, reference=g)
+        except BaseException as error:
+            problems.append(error)
+
+    with plugged("bad", call=call):
+        fn = compiled(g, "bad")
+        check(fn, rnd(4, 5), rnd(5, 6), reference=g)
+        armed.set()
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not problems
+    assert len(all_trips()) == 1
+
+
+def test_a_failure_in_one_of_several_regions():
+    """The others stay where they are."""
+
+    counts = [0, 0]
+
+    def count(results, inputs):
+        counts[0] += 1
+        return results
+
+    def fail(results, inputs):
+        counts[1] += 1
+        boom()
+
+    with (
+        plugged("good", claim=claim_ops("mm", "sum"), call=on_region(count)),
+        plugged("bad", claim=claim_ops("relu"), call=on_region(fail)),
+    ):
+        fn = compiled(g, "good", "bad", stages={"plan": "tests.support.plans:first_claimer"})
+        check(fn, rnd(4, 5), rnd(5, 6), calls=4, reference=g)
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.source) == ("bad", f"{__file__}:{g.__code__.co_firstlineno + 1}")
+    assert counts == [1 + 2 * 3, 1]  # in the first call the regions after the bad one didn't run
+
+
+def test_random_numbers_after_a_failure():
+    """The first call starts eager anew with the generator as it was."""
+
+    def h(x):
+        return nn.functional.dropout(x, 0.5) + torch.rand_like(x)
+
+    def call(eager_call, region):
+        def run(args):
+            eager_call(args)
+            boom()
+
+        return run
+
+    with plugged("bad", call=call):
+        fn = compiled(h, "bad")
+        for _ in range(3):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                got = fn(rnd(40))
+            torch.manual_seed(3)
+            assert_same(got, h(rnd(40)))
+    assert len(all_trips()) == 1
+
+
+# --- aliasing and writes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "number"),
+    [
+        (lambda r, i: [i[0], r[1]], 0),  # x + 0 taken for x
+        (lambda r, i: [r[0], i[0].view(-1)[:20].view(4, 5)], 1),
+        (lambda r, i: [r[0], r[0]], 1),  # equal values merged
+        (lambda r, i: [r[0], r[0].view(4, 5)], 1),
+    ],
+    ids=["an_input", "a_view_of_an_input", "another_output", "a_view_of_another_output"],
+)
+def test_a_region_that_returns_an_alias(wrong, number):
+    """It is cloned, from the first call on: what the caller does to one doesn't show in others."""
+
+    def h(x):
+        return x + 0, x * 1
+
+    with plugged("bad", call=on_region(wrong)):
+        fn = compiled(h, "bad")
+        for _ in range(3):
+            x = rnd(4, 5)
+            with torch.no_grad():
+                first, second = fn(x)
+                assert_same((first, second), h(x))
+                before = x.clone()
+                (first, second)[number].add_(1)
+                assert_same(x, before)
+                assert_same((second, first)[number], before)
+    assert f"outputs [{number}] are cloned" in last_graph().notes[-1]
+
+
+def test_a_saved_tensor_that_is_an_alias():
+    """The caller may write to an input after the forward; the gradient is of what was there."""
+
+    def h(x, weight):
+        return x.sort()[0] * weight
+
+    def saves_input(eager_call, region):
+        def run(args):
+            inputs = list(args)
+            results = list(eager_call(args))
+            return [
+                inputs[0] if r.dtype == inputs[0].dtype and torch.equal(r, inputs[0]) else r
+                for r in results
+            ]
+
+        return run if region.kind == "forward" else eager_call
+
+    def one_step(fn):
+        x, weight = torch.arange(5.0), rnd(5).requires_grad_()
+        y = fn(x, weight)
+        x.zero_()
+        y.sum().backward()
+        return weight.grad
+
+    with plugged("bad", call=saves_input):
+        fn = compiled(h, "bad")
+        for _ in range(3):
+            assert_same(one_step(fn), one_step(h))
+
+
+@pytest.mark.parametrize("kind", ["inference", "training"])
+def test_a_region_that_writes_to_its_inputs(kind):
+    """With ``verify="always"`` it is caught and undone."""
+
+    def vandal(results, inputs):
+        for value in inputs:
+            if isinstance(value, torch.Tensor):
+                value.fill_(-0.0)
+        return results
+
+    with plugged("bad", call=on_region(vandal)):
+        fn = compiled(g if kind == "inference" else f, "bad", verify="always")
+        x, y = rnd(4, 5), rnd(5, 6)
+        before = x.clone(), y.clone()
+        if kind == "inference":
+            check(fn, x, y, reference=g)
+        else:
+            train(fn, f, x)
+        assert_same((x, y), before)
+    assert all("wrote to its inputs [0" in trip.error for trip in all_trips())
+    assert len(all_trips()) == (1 if kind == "inference" else 2)
+
+
+def test_a_region_that_writes_and_then_raises():
+    """What it did is undone before eager is asked."""
+
+    def vandal(results, inputs):
+        inputs[0].zero_()
+        boom()
+
+    with plugged("bad", call=on_region(vandal)):
+        x, y = rnd(4, 5), rnd(5, 6)
+        check(compiled(g, "bad", verify="always"), x, y, reference=g)
+        assert_same(x, rnd(4, 5))
+    assert len(all_trips()) == 1
+
+
+def test_a_region_that_writes_to_an_expanded_input():
+    """One element in several places: undone too."""
+
+    def vandal(results, inputs):
+        inputs[0].as_strided((5,), (1,)).zero_()
+        return results
+
+    with plugged("bad", call=on_region(vandal)):
+        x = rnd(1, 5).expand(4, 5)
+        check(compiled(f, "bad", verify="always"), x)
+        assert_same(x, rnd(1, 5).expand(4, 5))
+    assert len(all_trips()) == 1
+
+
+def test_inputs_are_mutated_once():
+    """A function that writes to its input and whose region fails writes just once."""
+
+    def h(x, y):
+        x.mul_(2).add_(y)
+        y[0] = 1.0
+        return x.sum()
+
+    for lie in ("raises", "too_few", "dtype"):
+        torch._dynamo.reset()
+        with plugged("bad", call=on_region(LIES[lie][0])):
+            fn = compiled(h, "bad")
+            mine, theirs = [rnd(3), rnd(3, seed=1)], [rnd(3), rnd(3, seed=1)]
+            for _ in range(3):
+                assert_same(fn(*mine), h(*theirs))
+                assert_same(mine, theirs)
+    assert len(all_trips()) == 3
+
+
+def test_a_prepare_graph_that_fails():
+    """A rewrite whose packing works on fake tensors only: contained like its region."""
+
+    def fuse(graph, region):
+        fusions = pack_linears(graph, region)
+        if fusions is None:
+            return None
+
+        def spoilt(apply):
+            def run():
+                apply()
+                for node in graph.graph.find_nodes(
+                    op="call_function", target=torch.ops.aten.clone.default
+                ):
+                    node.target = boom
+
+            return run
+
+        return [fuseboard.Fusion(f.name, f.nodes, spoilt(f.apply)) for f in fusions]
+
+    model = nn.Linear(5, 6)
+    with plugged("bad", fuse=fuse):
+        check(compiled(model, "bad"), rnd(4, 5), reference=model)
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == ("bad", "run", "eager")
+
+
+# --- the policy ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["lower", "run", "fuse", "claim"])
+def test_on_failure_raise(stage):
+    """One exception that names plugin, stage, region and the user's line; nothing runs instead."""
+    hooks = {"call": on_region(boom)} if stage == "run" else {stage: lambda: boom()}
+    with plugged("bad", **hooks):
+        fn = compiled(f, "bad", on_failure="raise")
+        with torch.no_grad(), pytest.raises(Exception, match="plugin 'bad' failed") as caught:
+            fn(rnd(3))
+    error = getattr(caught.value, "inner_exception", caught.value)  # Dynamo wraps it
+    assert isinstance(error, RegionError)
+    text = str(error)
+    assert f"in stage '{stage}'" in text
+    assert "the engine exploded" in text
+    assert "inference" in text
+    if stage in {"lower", "run"}:
+        assert "region0" in text
+        assert f"{__file__}:" in text
+    assert not all_trips()
+
+
+def test_on_failure_next():
+    """The next backend that claimed the region gets it."""
+    with plugged("bad", lower=lambda: boom()), plugged("good"):
+        check(compiled(f, "bad", "good"), rnd(3))
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.instead) == ("bad", "good")
+    assert last_graph().regions[0].backend == "good"
+    assert {node.backend for node in last_graph().nodes} == {"good"}
+
+
+def test_on_failure_next_passes_over_a_backend_that_did_not_claim_it():
+    """It declined some of the region's ops."""
+    with plugged("bad", lower=lambda: boom()), plugged("other", claim=claim_ops("relu")):
+        check(compiled(f, "bad", "other"), rnd(3))
+    (trip,) = all_trips()
+    assert trip.instead == "eager"
+
+
+def test_on_failure_eager():
+    """No other backend is tried."""
+    with plugged("bad", lower=lambda: boom()), plugged("good", lower=lambda: boom()):
+        check(compiled(f, "bad", "good", on_failure="eager"), rnd(3))
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.instead) == ("bad", "eager")
+
+
+def test_every_backend_fails():
+    """Eager is always the last one."""
+    with plugged("bad", lower=lambda: boom()), plugged("worse", lower=lambda: None):
+        check(compiled(f, "bad", "worse"), rnd(3))
+    assert [(t.plugin, t.instead) for t in all_trips()] == [("bad", "worse"), ("worse", "eager")]
+
+
+def test_a_plugin_decides_what_follows_a_failure():
+    """The hook is asked with the region, the plugin, the stage and the error."""
+    asked = []
+
+    def on_failure(region, plugin, stage, error):
+        asked.append((region, plugin, stage, type(error.__cause__).__name__))
+        return "eager"
+
+    with (
+        observing("judge", on_failure=on_failure),
+        plugged("bad", lower=lambda: boom()),
+        plugged("good"),
+    ):
+        check(compiled(f, "bad", "good", on_failure="raise"), rnd(3))
+    ((region, *rest),) = asked
+    assert region.endswith("region0")
+    assert rest == ["bad", "lower", "Boom"]
+    assert all_trips()[0].instead == "eager"
+
+
+# --- the user's own exceptions -------------------------------------------------------------------
+
+
+def out_of_range(table, index):
+    return nn.functional.embedding(index, table).sum()
+
+
+def divide(x, y):
+    return torch.div(x, y, rounding_mode="floor")
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "bad"),
+    [
+        (out_of_range, (rnd(5, 3), torch.tensor([1, 2])), (rnd(5, 3), torch.tensor([1, 9]))),
+        (divide, (torch.tensor([4]), torch.tensor([2])), (torch.tensor([4]), torch.tensor([0]))),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["in_the_first_call", "later"])
+@pytest.mark.parametrize("name", ["eager", "fake"])
+def test_the_users_own_exception(name, first, function, good, bad):
+    """It has eager's type and text, nothing trips, and the next call works."""
+    with plugged():
+        fn = compiled(function, name)
+        if not first:
+            check(fn, *good, reference=function)
+        with pytest.raises(Exception) as expected:  # noqa: PT011 # whatever eager raises
+            function(*bad)
+        with pytest.raises(type(expected.value)) as caught, torch.no_grad():
+            fn(*bad)
+        assert str(caught.value) == str(expected.value)
+        check(fn, *good, reference=function)
+    assert not all_trips()
+    assert {region.backend for region in last_graph().regions} == {name}
+
+
+def test_an_exception_outside_the_graph():
+    """Dynamo breaks the graph; the exception is the user's."""
+
+    def h(x):
+        y = x + 1
+        if y.sum() > 0:
+            raise KeyError("mine")
+        return y
+
+    fn = compiled(h)
+    with pytest.raises(KeyError, match="mine"):
+        fn(torch.ones(3))
+    assert_same(fn(-torch.ones(3) * 2), h(-torch.ones(3) * 2))
+
+
+def test_a_keyboard_interrupt_is_not_contained():
+    """The user means it."""
+
+    def interrupt(results, inputs):
+        raise KeyboardInterrupt
+
+    with plugged("bad", call=on_region(interrupt)):
+        fn = compiled(f, "bad")
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            fn(rnd(3))
+    assert not all_trips()
