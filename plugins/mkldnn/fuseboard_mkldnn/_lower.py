@@ -11,7 +11,7 @@ import fuseboard
 from fuseboard_mkldnn._bindings import bind
 from fuseboard_mkldnn._exact import Guard, fast_copy
 from fuseboard_mkldnn._layout import sink_conversions
-from fuseboard_mkldnn._memory import drop_copies, write_in_place
+from fuseboard_mkldnn._memory import compute_once, drop_copies, join_views, write_in_place
 
 
 def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
@@ -28,7 +28,9 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
 
 
 def _lower_graph(region: fuseboard.Region, graph: GraphModule) -> fuseboard.LoweredRegion:
+    compute_once(graph)
     drop_copies(graph)
+    join_views(graph)
     sink_conversions(graph)
     write_in_place(graph)
     bind(graph)

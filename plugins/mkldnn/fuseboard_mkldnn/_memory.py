@@ -1,4 +1,4 @@
-"""Results written over values that nobody reads any more: fewer allocations, same numbers."""
+"""Fewer copies, views and allocations; the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._exact import CONVOLUTION, CONVOLUTION_ADD
 from fuseboard_mkldnn._graph import (
     VIEWS,
@@ -43,6 +44,7 @@ FRESH = frozenset(
         aten.mul.Tensor,
         aten.mv.default,
         aten.sub.Tensor,
+        *([_ops.overload("mkl::_mkl_linear")] if _ops.has_mkl() else []),
         *POST_OPS,
     }
 )
@@ -57,6 +59,32 @@ OVERWRITTEN = frozenset(
 )
 
 
+def compute_once(graph: GraphModule) -> None:
+    """Compute equal values once (each layer of a transformer makes its own attention mask)."""
+    known: dict[Any, Node] = {}
+    for node in list(graph.graph.nodes):
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            continue
+        if node.is_impure() or torch.Tag.nondeterministic_seeded in target.tags:
+            continue
+        key = (target, _frozen(node.args), _frozen(node.kwargs))
+        first = known.setdefault(key, node)
+        # What the caller gets stays a value of its own.
+        if first is not node and not (_is_returned(node, node) or _is_returned(first, first)):
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    """Arguments as something to look up; numbers of other types are other arguments."""
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    return value if isinstance(value, Node) else (type(value).__name__, repr(value))
+
+
 def drop_copies(graph: GraphModule) -> None:
     """Use a value itself instead of its copy (dropout leaves those) where nobody can tell.
 
@@ -69,6 +97,21 @@ def drop_copies(graph: GraphModule) -> None:
             if not _is_returned(source, besides=node):
                 node.replace_all_uses_with(source)
                 graph.graph.erase_node(node)
+
+
+def join_views(graph: GraphModule) -> None:
+    """Read a contiguous value through one view instead of several, or directly."""
+    for node in list(graph.graph.nodes):
+        if not calls(node, aten.view.default) or not calls(node.args[0], aten.view.default):
+            continue
+        source = node.args[0].args[0]
+        if not is_contiguous(tensor(source)):
+            continue
+        if same_sizes(tensor(source).shape, tensor(node).shape) and not _is_returned(node, node):
+            node.replace_all_uses_with(source)
+        else:
+            node.args = (source, node.args[1])
+    graph.graph.eliminate_dead_code()
 
 
 def _is_own(node: Node) -> bool:

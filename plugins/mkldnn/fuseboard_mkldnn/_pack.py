@@ -26,7 +26,12 @@ Step = PostOp | Literal["add"]
 #: packed, the first step inside · ``mkl`` packed. Steps that aren't inside follow in place.
 KERNELS = ("plain", "vector", "onednn", "onednn_fused", "mkl")
 
+UNPACKED = ("plain", "vector")
+
 MARGIN = 0.03
+
+#: What it costs in each call to see that a packed weight is still that of the model.
+CHECK_US = 0.5
 
 #: Seconds for one shape, and how much slower than the fastest a kernel may be in the first look
 #: to be measured any further.
@@ -119,7 +124,10 @@ def _fastest(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> str:
         if len(close) == 1:
             return next(iter(close))
         found = fuseboard.measure(list(close.values()), budget_s)
-    latency = {name: one.latency_us for name, one in zip(close, found, strict=True)}
+    latency = {
+        name: one.latency_us + (CHECK_US if name not in UNPACKED else 0.0)
+        for name, one in zip(close, found, strict=True)
+    }
     bound = min(latency.values()) * (1 + MARGIN)
     return next(name for name in close if latency[name] <= bound)
 
