@@ -63,7 +63,36 @@ def stage_nodes(
             earlier, other = stages[used]
             stage = max(stage, earlier if other == backend else earlier + 1)
         stages[node] = (stage, backend)
+    _sink(nodes, stages)
     return stages
+
+
+def _sink(nodes: Sequence[Node], stages: dict[Node, tuple[int, str]]) -> None:
+    """Move what depends on the graph's inputs alone to the stage of its first reader.
+
+    A weight's transpose or cast then lies in the region that uses it, where it can be hoisted
+    with it, and repeated blocks look alike. Edges still lead to the same region or a later stage.
+    """
+    rooted: set[Node] = set()
+    readers: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if node in stages:
+            used = _placed_inputs(node, stages)
+            for other in used:
+                readers.setdefault(other, []).append(node)
+            if not keeps_order(node) and all(other in rooted for other in used):
+                rooted.add(node)
+    for node in reversed(nodes):
+        users = readers.get(node, ())
+        if node not in rooted or not users or any(u.target is operator.getitem for u in users):
+            continue
+        if node.target is not operator.getitem:
+            backend = stages[node][1]
+            latest = min(
+                stage if other == backend else stage - 1
+                for stage, other in (stages[user] for user in users)
+            )
+            stages[node] = (latest, backend)
 
 
 def _placed_inputs(node: Node, stages: Mapping[Node, Any]) -> list[Node]:
@@ -142,7 +171,7 @@ def _extract(graph: GraphModule, cut: Cut, kept: set[Node], symbols: Mapping[Any
         new[node] = region.node_copy(node, new.__getitem__)
         new[node].meta = dict(node.meta)
     region.output(tuple(new[node] for node in cut.outputs))
-    cut.graph = GraphModule(graph, region, class_name="Region")
+    cut.graph = torch_internals.graph_module(graph, region, "Region")
 
 
 def _own_copies(nodes: Sequence[Node], kept: set[Node]) -> set[Node]:

@@ -80,25 +80,24 @@ def shares_storage(
         share an input's has -1 among them.
     :param visible: how many leading outputs the caller gets.
     """
-    taken = {
-        torch_internals.storage_address(value)
-        for value in inputs
-        if isinstance(value, torch.Tensor) and _has_memory(value)
-    }
+    taken = {_identity(value) for value in inputs if isinstance(value, torch.Tensor)}
     wrong: list[int] = []
-    first: dict[int, int] = {}
+    first: dict[tuple[str, int], int] = {}
     for number, value in enumerate(outputs):
-        if not isinstance(value, torch.Tensor) or not _has_memory(value):
+        if not isinstance(value, torch.Tensor):
             continue
-        address = torch_internals.storage_address(value)
-        if (address in taken and -1 not in may_share[number]) or (
-            address in first and first[address] not in may_share[number]
+        own = _identity(value)
+        if (own in taken and -1 not in may_share[number]) or (
+            own in first and first[own] not in may_share[number]
         ):
             wrong.append(number)
         elif number < visible:
-            first.setdefault(address, number)
+            first.setdefault(own, number)
     return wrong
 
 
-def _has_memory(value: torch.Tensor) -> bool:
-    return value.layout == torch.strided and value.numel() > 0
+def _identity(value: torch.Tensor) -> tuple[str, int]:
+    """The storage; where there is none, or nothing in it, the object itself."""
+    if value.layout == torch.strided and value.numel() > 0:
+        return "storage", torch_internals.storage_address(value)
+    return "object", id(value)
