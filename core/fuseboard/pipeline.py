@@ -281,7 +281,7 @@ class Pipeline:
                     declined={
                         name: reasons[node.name]
                         for name, reasons in declines.items()
-                        if node.name in reasons and reasons[node.name]
+                        if reasons.get(node.name)
                     },
                 )
             )

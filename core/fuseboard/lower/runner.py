@@ -18,16 +18,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
-from fuseboard.contracts import Boxed, GraphKind, Region, Verdict
-from fuseboard.errors import ContractError, PluginError
+from fuseboard.contracts import Boxed, GraphKind
+from fuseboard.lower.checked import CheckedRegion
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.weights import WeightSets, address_of, any_version, run_prepare
-from fuseboard.partition.board_nodes import view_chain
+from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.partition.regions import Cut
-from fuseboard.profile.verify import shares_storage, verify
+from fuseboard.profile.verify import shares_storage
 from fuseboard.report.data import GraphReport
 
 _WEIGHTS_CHECK = (
@@ -76,7 +76,7 @@ class Runner:
         output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
         self._results: tuple[Any, ...] = tuple(output.args[0])
         self._visible = len(self._results) if visible is None else visible
-        self._may_share = _sharing(self._results)
+        self._may_share = shared_outputs(self._results)
         self._sets = self._weight_sets()
         self.always_checked = session.settings.verify == "always"
         off = session.settings.verify == "off"
@@ -242,7 +242,7 @@ class Runner:
         lowered = site.lowered
         call: Callable[..., Any] = lowered.call
         if checked:
-            call = _Checked(self, number)
+            call = CheckedRegion(site.cut, lowered, self.session, self.report, self.always_checked)
         arguments = [names[site.cut.inputs[i]] for i in lowered.keeps]
         if number in self._first_value:
             first = self._first_value[number]
@@ -394,95 +394,3 @@ class Runner:
                 except Exception:  # it is what is being looked for; known already
                     return number
         return -1
-
-
-class _Checked:
-    """A region's callable in a checked call."""
-
-    def __init__(self, runner: Runner, number: int) -> None:
-        self._runner = runner
-        self._site = runner.sites[number]
-        self._expected = tuple(node.meta["val"] for node in self._site.cut.outputs)
-
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
-        region = self._site.lowered.region
-        inputs = list(args)
-        before = [_copy(value) for value in inputs] if self._runner.always_checked else None
-        try:
-            result = self._site.lowered.call(args)
-        finally:
-            written = _restore(inputs, before) if before is not None else []
-        if written:
-            raise self._broken(f"the lowered region wrote to its inputs {written}")
-        verdict = self._verdict(region, result, inputs)
-        if not verdict.ok:
-            raise self._broken(verdict.problem)
-        return result
-
-    def _broken(self, problem: str) -> ContractError:
-        return ContractError(self._site.lowered.region.backend, "fuseboard_lower", problem)
-
-    def _verdict(self, region: Region, result: Any, inputs: list[Any]) -> Verdict:
-        """The verify hook's; where it fails the policy decides, and the default stands in."""
-        session, report = self._runner.session, self._runner.report
-        arguments: dict[str, Any] = {
-            "region": region,
-            "expected": self._expected,
-            "result": result,
-            "inputs": inputs,
-        }
-        try:
-            _, verdict = session.first("fuseboard_verify", **arguments)
-        except PluginError as error:
-            if decide(session, region.name, error.plugin, "profile", error) == "raise":
-                raise
-            instead = "the default check"
-            trip(report, error.plugin, "profile", region.name, error, instead, region.source)
-            verdict = verify(**arguments)
-        return verdict  # type: ignore[no-any-return]
-
-
-def _restore(inputs: list[Any], before: list[Any]) -> list[int]:
-    """Undo what was written to the inputs; returns the positions where something was."""
-    written = [
-        i
-        for i, (now, was) in enumerate(zip(inputs, before, strict=True))
-        if isinstance(was, torch.Tensor) and not _same_bits(now, was)
-    ]
-    with torch.no_grad():
-        for i in written:
-            # An expanded tensor has one element in several places and takes no copy.
-            shape = [
-                1 if s == 0 else n for n, s in zip(inputs[i].shape, inputs[i].stride(), strict=True)
-            ]
-            where = inputs[i].as_strided(shape, inputs[i].stride())
-            where.copy_(before[i].as_strided(shape, before[i].stride()))
-    return written
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        return value.detach().clone()
-    return None
-
-
-def _same_bits(now: torch.Tensor, was: torch.Tensor) -> bool:
-    first, second = (t.contiguous().resolve_conj().resolve_neg().flatten() for t in (now, was))
-    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
-def _sharing(results: Sequence[Any]) -> list[frozenset[int]]:
-    """For each output, the outputs that may share its storage; -1 stands for an input."""
-    roots = [list(view_chain(r))[-1] if isinstance(r, Node) else None for r in results]
-    by_root: dict[Node, list[int]] = {}
-    for number, root in enumerate(roots):
-        if root is not None:
-            by_root.setdefault(root, []).append(number)
-    answers = []
-    for root in roots:
-        if root is None:
-            answers.append(frozenset[int]())
-        else:
-            own = frozenset(by_root[root])
-            answers.append(own | {-1} if root.op == "placeholder" else own)
-    return answers

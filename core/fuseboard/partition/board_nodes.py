@@ -10,7 +10,8 @@ get a copy of it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -83,3 +84,20 @@ def is_view_list(node: Node) -> bool:
 
 def _output_nodes(output: Node) -> list[Node]:
     return [item for item in output.args[0] if isinstance(item, Node)]  # type: ignore[union-attr]
+
+
+def shared_outputs(results: Sequence[Any]) -> list[frozenset[int]]:
+    """For each output, the outputs that may share its storage; -1 stands for an input."""
+    roots = [list(view_chain(r))[-1] if isinstance(r, Node) else None for r in results]
+    by_root: dict[Node, list[int]] = {}
+    for number, root in enumerate(roots):
+        if root is not None:
+            by_root.setdefault(root, []).append(number)
+    answers = []
+    for root in roots:
+        if root is None:
+            answers.append(frozenset[int]())
+        else:
+            own = frozenset(by_root[root])
+            answers.append(own | {-1} if root.op == "placeholder" else own)
+    return answers

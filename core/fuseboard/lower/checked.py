@@ -1,0 +1,100 @@
+"""Regions in a checked call: what they return is held against what they promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuseboard.board import Session
+from fuseboard.contracts import Region, Verdict
+from fuseboard.errors import ContractError, PluginError
+from fuseboard.lower.failure import decide, trip
+from fuseboard.lower.lowering import Lowered
+from fuseboard.partition.regions import Cut
+from fuseboard.profile.verify import verify
+from fuseboard.report.data import GraphReport
+
+
+class CheckedRegion:
+    """A region's callable in a checked call.
+
+    :param cut: where the region lies; its outputs' fake values are what is expected.
+    :param inputs_too: also hold the inputs against copies of them, and undo what was written.
+    """
+
+    def __init__(
+        self, cut: Cut, lowered: Lowered, session: Session, report: GraphReport, inputs_too: bool
+    ) -> None:
+        self._lowered = lowered
+        self._session = session
+        self._report = report
+        self._inputs_too = inputs_too
+        self._expected = tuple(node.meta["val"] for node in cut.outputs)
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        region = self._lowered.region
+        inputs = list(args)
+        before = [_copy(value) for value in inputs] if self._inputs_too else None
+        try:
+            result = self._lowered.call(args)
+        finally:
+            written = _restore(inputs, before) if before is not None else []
+        if written:
+            raise self._broken(f"the lowered region wrote to its inputs {written}")
+        verdict = self._verdict(region, result, inputs)
+        if not verdict.ok:
+            raise self._broken(verdict.problem)
+        return result
+
+    def _broken(self, problem: str) -> ContractError:
+        return ContractError(self._lowered.region.backend, "fuseboard_lower", problem)
+
+    def _verdict(self, region: Region, result: Any, inputs: list[Any]) -> Verdict:
+        """The verify hook's; where it fails the policy decides, and the default stands in."""
+        session, report = self._session, self._report
+        arguments: dict[str, Any] = {
+            "region": region,
+            "expected": self._expected,
+            "result": result,
+            "inputs": inputs,
+        }
+        try:
+            _, verdict = session.first("fuseboard_verify", **arguments)
+        except PluginError as error:
+            if decide(session, region.name, error.plugin, "profile", error) == "raise":
+                raise
+            instead = "the default check"
+            trip(report, error.plugin, "profile", region.name, error, instead, region.source)
+            verdict = verify(**arguments)
+        return verdict  # type: ignore[no-any-return]
+
+
+def _restore(inputs: list[Any], before: list[Any]) -> list[int]:
+    """Undo what was written to the inputs; returns the positions where something was."""
+    written = [
+        i
+        for i, (now, was) in enumerate(zip(inputs, before, strict=True))
+        if isinstance(was, torch.Tensor) and not _same_bits(now, was)
+    ]
+    with torch.no_grad():
+        for i in written:
+            # An expanded tensor has one element in several places and takes no copy.
+            shape = [
+                1 if s == 0 else n for n, s in zip(inputs[i].shape, inputs[i].stride(), strict=True)
+            ]
+            where = inputs[i].as_strided(shape, inputs[i].stride())
+            where.copy_(before[i].as_strided(shape, before[i].stride()))
+    return written
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        return value.detach().clone()
+    return None
+
+
+def _same_bits(now: torch.Tensor, was: torch.Tensor) -> bool:
+    first, second = (t.contiguous().resolve_conj().resolve_neg().flatten() for t in (now, was))
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
