@@ -43,7 +43,7 @@ class Source:
         self.lines: list[str] = []
         self.globals: dict[str, Any] = {}
         self._names: dict[int, str] = {}
-        self._taken: set[str] = set()
+        self._taken = {"args", "cell", "error"}  # what the generated functions call their own
 
     def bind(self, value: Any, hint: str) -> str:
         """The name of a global that holds ``value``; one object has one name."""
