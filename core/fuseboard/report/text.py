@@ -253,6 +253,6 @@ def _places(sources: Sequence[str]) -> list[str]:
 
 
 def shorten(text: str) -> str:
-    """Paths in a text as short as they stay clear: from here, or from site-packages."""
-    text = re.sub(r"/\S*/(?:site|dist)-packages/", "", text)
-    return text.replace(os.getcwd() + os.sep, "")
+    """Paths in a text as short as they stay clear: from here, or the end of an installed one's."""
+    text = text.replace(os.getcwd() + os.sep, "")
+    return re.sub(r"/\S*/(?:site|dist)-packages/(?:\S*/)?([^/\s]+/[^/\s]+)", r"\1", text)
