@@ -233,7 +233,7 @@ def test_autocast():
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     twin = copy.deepcopy(model)
     fn = compiled(model)
-    for function, module in ((fn, model), (twin, twin)):
+    for function in (fn, twin):
         with torch.autocast("cpu", torch.bfloat16):
             loss = function(rnd(5, 16)).float().square().sum()
         loss.backward()
