@@ -82,7 +82,10 @@ def why_not(node: Node) -> str | None:
         return f"{dtype}: only float32 and float64 are supported"
     for argument in node.args:
         if isinstance(argument, Node):
-            if argument.meta["val"].dtype != dtype:
+            value = argument.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                return "a size as an argument isn't supported"
+            if value.dtype != dtype:
                 return "mixed dtypes: torch and NumPy don't promote alike"
         elif not isinstance(argument, int | float):
             return f"an argument of type {type(argument).__name__} isn't supported"
