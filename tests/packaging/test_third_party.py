@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template"
 
 SERVES = """
@@ -40,12 +42,22 @@ def test_it_is_listed_with_its_version(environment):
     assert plugin["version"] == "0.1.0"
 
 
+def run_template_tests(environment, name):
+    """Run a test file of the template where nothing but wheels is installed."""
+    tests = environment.directory / f"template_{name}"
+    tests.write_text((TEMPLATE / "tests" / name).read_text())
+    return environment.run("python", "-m", "pytest", "-p", "no:cacheprovider", tests)
+
+
 def test_its_own_tests_pass(environment):
-    """What the template ships as its tests holds where nothing but wheels is installed."""
-    tests = environment.directory / "template_tests.py"
-    tests.write_text((TEMPLATE / "tests" / "test_plugin.py").read_text())
-    printed = environment.run("python", "-m", "pytest", "-p", "no:cacheprovider", tests)
-    assert " passed" in printed
+    """What the template ships as its tests holds beside the wheels."""
+    assert " passed" in run_template_tests(environment, "test_plugin.py")
+
+
+@pytest.mark.slow
+def test_it_conforms(environment):
+    """The template passes the conformance suite, so what is copied from it starts without a bug."""
+    assert " passed" in run_template_tests(environment, "test_conformance.py")
 
 
 def test_it_uses_public_names_only():
