@@ -1,13 +1,13 @@
 """Every exception that fuseboard raises on purpose.
 
-    FuseboardError
-    ├── SettingsError        a setting is unknown, mistyped, or names something that isn't there
-    ├── RegistrationError    a plugin can't be registered: name taken, unknown hook, wrong signature
-    ├── PluginError          a plugin's hook raised or answered with the wrong thing
-    │   ├── HookTimeout      it didn't answer within its limit
-    │   └── ContractError    it answered, but the answer breaks the hook's contract
-    ├── LoweringError        a backend claimed a region and can't compile it (plugins raise this)
-    └── RegionError          a region failed and the policy is to raise; chained to the cause
+FuseboardError
+├── SettingsError        a setting is unknown, mistyped, or names something that isn't there
+├── RegistrationError    a plugin can't be registered: name taken, unknown hook, wrong signature
+├── PluginError          a plugin's hook raised or answered with the wrong thing
+│   ├── HookTimeout      it didn't answer within its limit
+│   └── ContractError    it answered, but the answer breaks the hook's contract
+├── LoweringError        a backend claimed a region and can't compile it (plugins raise this)
+└── RegionError          a region failed and the policy is to raise; chained to the cause
 """
 
 

@@ -157,7 +157,9 @@ def fuseboard_verify(
 
 
 @hookspec(firstresult=True)
-def fuseboard_measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement] | None:
+def fuseboard_measure(
+    calls: Sequence[Callable[[], Any]], budget_s: float
+) -> list[Measurement] | None:
     """Time calls in turn (never one after the other's end) within ``budget_s`` seconds.
 
     One measurement per call, in order. The default interleaves rounds and reports quartiles.
