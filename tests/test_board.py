@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from torch.fx import GraphModule
 
 import fuseboard
-from fuseboard import answers, hookspecs, registration, session
-from fuseboard.board import Board
+from fuseboard import hookspecs
+from fuseboard.board import Board, answers, registration, session
 from fuseboard.config import resolve
 from fuseboard.contracts import Event, Verdict
 from fuseboard.errors import LoweringError, PluginError, RegistrationError, SettingsError

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fuseboard.deadline import deadline
+from fuseboard.board.deadline import deadline
 
 
 class LateError(Exception):

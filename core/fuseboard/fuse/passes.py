@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
+from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Fusion
-from fuseboard.deadline import deadline
 from fuseboard.errors import ContractError, HookTimeout, PluginError
 from fuseboard.report.data import FusionReport
 

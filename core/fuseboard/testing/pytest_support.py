@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fuseboard.config_sources import nearest
+from fuseboard.config.sources import nearest
 from fuseboard.testing.checks import Check, CheckResult, checks_for
 
 

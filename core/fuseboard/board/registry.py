@@ -2,7 +2,7 @@
 
 A plugin that can't be imported or breaks a rule is *quarantined* with the reason and doesn't
 touch the others; only who names it gets the error. Calls of hooks go through a
-:class:`~fuseboard.session.Session`, which holds one snapshot of the settings.
+:class:`~fuseboard.board.session.Session`, which holds one snapshot of the settings.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from fuseboard.config import Settings, resolve
-from fuseboard.config_sources import nearest
-from fuseboard.deadline import deadline
+from fuseboard.board.deadline import deadline
+from fuseboard.board.registration import Entry, PluginState, State, examine, in_default_order
+from fuseboard.board.session import Session
+from fuseboard.config.model import Settings, resolve
+from fuseboard.config.sources import nearest
 from fuseboard.errors import FuseboardError, RegistrationError
-from fuseboard.registration import Entry, PluginState, State, examine, in_default_order
-from fuseboard.session import Session
 
 __all__ = ["Board", "PluginState", "Session", "board", "register", "unregister"]
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import BaseSettings
 
-from fuseboard.config_sources import (
+from fuseboard.config.sources import (
     RawSource,
     environment_variables,
     find_upwards,

@@ -14,11 +14,14 @@ from importlib import metadata
 from typing import Any
 
 from fuseboard import hookspecs
-from fuseboard.answers import check_answer
-from fuseboard.config import Settings
-from fuseboard.config_sources import nearest
+from fuseboard.board.answers import check_answer
+from fuseboard.board.deadline import deadline
+from fuseboard.board.overrides import Override, load_override
+from fuseboard.board.plugin_options import plugin_options
+from fuseboard.board.registration import Entry, PluginState, in_default_order
+from fuseboard.config.model import Settings
+from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo, Event
-from fuseboard.deadline import deadline
 from fuseboard.errors import (
     ContractError,
     HookTimeout,
@@ -27,9 +30,6 @@ from fuseboard.errors import (
     RegistrationError,
     SettingsError,
 )
-from fuseboard.overrides import Override, load_override
-from fuseboard.plugin_options import plugin_options
-from fuseboard.registration import Entry, PluginState, in_default_order
 
 log = logging.getLogger("fuseboard")
 

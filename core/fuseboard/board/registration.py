@@ -10,10 +10,10 @@ from typing import Any, Literal
 import pluggy
 
 from fuseboard import hookspecs
-from fuseboard.answers import check_answer
-from fuseboard.config_sources import nearest
+from fuseboard.board.answers import check_answer
+from fuseboard.board.deadline import deadline
+from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo
-from fuseboard.deadline import deadline
 from fuseboard.errors import HookTimeout, RegistrationError
 
 #: Hook → the stage that it belongs to, in the order in which stages follow one another.

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from fuseboard.config import Settings
-from fuseboard.config_sources import nearest
+from fuseboard.config.model import Settings
+from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo
 from fuseboard.errors import SettingsError
 

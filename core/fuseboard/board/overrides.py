@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuseboard.config_sources import nearest
+from fuseboard.config.sources import nearest
 from fuseboard.errors import SettingsError
 
 
