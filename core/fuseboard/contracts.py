@@ -180,7 +180,9 @@ class Trip:
 class Event:
     """Something that happened during a compile, for observers.
 
-    :ivar name: ``graph``, ``plan``, ``fuse``, ``lower`` or ``trip``.
+    :ivar name: ``fuse`` (graph-level), ``plan``, ``lower`` (one region) or ``graph`` (all done).
+    :ivar seconds: what it took.
+    :ivar details: numbers and names, by event.
     """
 
     name: str

@@ -6,6 +6,7 @@ setting of that name answers, and settings are the session's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fuseboard.contracts import (
     BackendInfo,
     Claim,
     Decline,
+    Event,
     GraphKind,
     Measurement,
     Plan,
@@ -22,6 +24,8 @@ from fuseboard.contracts import (
     Verdict,
 )
 from fuseboard.hookspecs import hookimpl
+
+log = logging.getLogger("fuseboard")
 
 
 @hookimpl
@@ -60,6 +64,12 @@ def fuseboard_verify(
     from fuseboard.profile.verify import verify
 
     return verify(region, expected, result, inputs)
+
+
+@hookimpl
+def fuseboard_event(event: Event) -> None:
+    """Log each event at level DEBUG of the logger ``fuseboard``."""
+    log.debug("%s: %s in %.3f s, %s", event.graph, event.name, event.seconds, dict(event.details))
 
 
 @hookimpl

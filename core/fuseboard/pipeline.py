@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,7 +68,7 @@ class Pipeline:
             report = self._report("joint")
             ledger.add(report)
             with _timed(report, "fuse"):
-                joint = self._fuse_graph(joint, "joint", report)
+                joint = self._fuse_graph(joint, "joint", report, self._fusion_counter())
             with _timed(report, "partition"):
                 return self._split(
                     report,
@@ -109,14 +110,17 @@ class Pipeline:
         captured = copy_graph(graph)
         graph = copy_graph(graph)
         roles = torch_internals.input_roles()
+        counter = self._fusion_counter()
         if kind == "inference":
             with _timed(report, "fuse"):
-                graph = self._fuse_graph(graph, kind, report)
+                graph = self._fuse_graph(graph, kind, report, counter)
         with _timed(report, "partition"):
             kept = board_nodes(graph)
             claims = self._claims(graph, kind, kept, report)
             plan = self._plan(graph, kind, claims, report)
             cuts = cut_regions(graph, plan.placements, list(kept))
+        placed = dict(Counter(cut.backend for cut in cuts))
+        self._notify("plan", report, report.seconds["partition"], regions=placed)
         placeholders = graph.graph.find_nodes(op="placeholder")
         fixed = roles.static - roles.mutated if kind == "inference" else frozenset()
         lowering = Lowering(
@@ -125,9 +129,7 @@ class Pipeline:
             kind=kind,
             static=frozenset(n for i, n in enumerate(placeholders) if i in fixed),
             claimed={name: _claimed(answers) for name, answers in claims.items()},
-            counter=FusionCounter(
-                self.session.settings.fuse_limit, frozenset(self.session.settings.fuse_skip)
-            ),
+            counter=counter,
             hoisting=self.session.settings.hoist and kind == "inference",
         )
         with _timed(report, "lower"):
@@ -138,35 +140,37 @@ class Pipeline:
         self._describe_nodes(graph, kept, plan, claims, sites, report)
         visible = roles.visible_outputs if kind == "forward" else None
         runner = Runner(graph, captured, kind, sites, list(kept), self.session, report, visible)
-        self.session.notify(Event("graph", report.name, sum(report.seconds.values())))
+        total_s = sum(report.seconds.values())
+        self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
         return runner.boxed()
+
+    def _notify(self, name: str, report: GraphReport, seconds: float, **details: Any) -> None:
+        self.session.notify(Event(name, report.name, seconds, details))
+
+    def _fusion_counter(self) -> FusionCounter:
+        settings = self.session.settings
+        return FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip))
 
     # --- stages ---------------------------------------------------------------------------------
 
-    def _fuse_graph(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> GraphModule:
+    def _fuse_graph(
+        self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
+    ) -> GraphModule:
         """The graph after the graph-level rewrites of every plugin, in order."""
-        settings = self.session.settings
-        counter = FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip))
-        for info in self.session.backends:
-            if not self.session.implements(info.name, "fuseboard_fuse"):
-                continue
+        limit_s = self.session.settings.hook_limit_s
+        for plugin in self.session.with_hook("fuseboard_fuse"):
             own = copy_graph(graph)  # a rewrite that fails half way is dropped with it
             try:
                 fusions = self.session.call(
-                    "fuseboard_fuse",
-                    info.name,
-                    graph=own,
-                    kind=kind,
-                    region=None,
-                    options=self.session.options(info.name),
+                    "fuseboard_fuse", plugin, graph=own, kind=kind, region=None
                 )
                 if fusions:
-                    limit_s = settings.hook_limit_s
-                    done = apply_fusions(own, fusions, info.name, counter, limit_s)
+                    done = apply_fusions(own, fusions, plugin, counter, limit_s)
                     report.fusions.extend(done)
                     graph = own
             except (PluginError, LoweringError) as error:
-                self._tripped(report, info.name, "fuse", error, "the graph without its rewrites")
+                self._tripped(report, plugin, "fuse", error, "the graph without its rewrites")
+        self._notify("fuse", report, 0.0, offered=counter.offered)
         return graph
 
     def _claims(
@@ -240,7 +244,8 @@ class Pipeline:
     def _report(self, kind: GraphKind) -> GraphReport:
         number = next(_graph_numbers.setdefault(kind, itertools.count()))
         frame = f"{torch_internals.compile_id()} {self.frame}".strip()
-        report = GraphReport(name=f"{kind}{number}", kind=kind, frame=frame)
+        backends = tuple(info.name for info in self.session.backends)
+        report = GraphReport(name=f"{kind}{number}", kind=kind, frame=frame, backends=backends)
         report.notes.extend(self.session.notes)
         report.trips.extend(self._at_capture.trips)
         self._at_capture.trips.clear()

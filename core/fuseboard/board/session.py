@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
 
@@ -32,6 +33,8 @@ from fuseboard.errors import (
 )
 
 log = logging.getLogger("fuseboard")
+
+_current: ContextVar[Session | None] = ContextVar("session", default=None)
 
 #: Hook → its arguments.
 ARGUMENTS = {
@@ -251,6 +254,7 @@ class Session:
             problem = f"no answer within hook_limit_s = {limit_s:g} (set in {origin})"
             return HookTimeout(plugin, hook, problem)
 
+        within = _current.set(self)
         try:
             # A limit that cut off an import of torch's would break every later compile: what is
             # built in gets none.
@@ -264,6 +268,8 @@ class Session:
         except Exception as error:
             problem = f"it raised {type(error).__name__}: {error}"
             raise PluginError(plugin, hook, problem) from error
+        finally:
+            _current.reset(within)
         return answer
 
     def first(self, hook: str, /, **arguments: Any) -> tuple[str, Any]:
@@ -289,13 +295,9 @@ class Session:
             return "settings", self.settings.on_failure
         raise ContractError("defaults", hook, "nobody answered, the default neither")
 
-    def each(self, hook: str, /, **arguments: Any) -> list[tuple[str, Any]]:
-        """Every active plugin's answer, in order; without those that don't implement the hook."""
-        return [
-            (plugin, self.call(hook, plugin, **arguments))
-            for plugin in self._order
-            if self.implements(plugin, hook)
-        ]
+    def with_hook(self, hook: str) -> tuple[str, ...]:
+        """The active plugins that implement a hook, in order."""
+        return tuple(plugin for plugin in self._order if self.implements(plugin, hook))
 
     def notify(self, event: Event) -> None:
         """Tell the observers. One that raises is named in ``notes`` and the log, once."""
@@ -307,6 +309,11 @@ class Session:
                     self._muted.add(plugin)
                     self.notes.append(str(error))
                     log.warning("fuseboard: %s", error)
+
+
+def current_session() -> Session | None:
+    """The session whose hook is running in this thread; None outside of hooks."""
+    return _current.get()
 
 
 def _extras() -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import quantiles
 from typing import Any
 
+from fuseboard.board.session import current_session
 from fuseboard.contracts import Measurement
 
 #: Rounds that are always measured, and at most.
@@ -14,13 +15,23 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 200
 
 
 def measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
-    """Time calls against each other.
-
-    Each round calls every alternative once, in an order that rotates. Stops when the budget is
-    spent, after at least five rounds (so one call that takes long can go past the budget).
+    """Time calls against each other, as the stage ``measure`` decides; for use by plugins.
 
     :param budget_s: seconds for all of it, warm-up excluded.
     :returns: one measurement per call: median and quartiles, in microseconds.
+    """
+    session = current_session()
+    if session is None:
+        return measure_calls(calls, budget_s)
+    _, measurements = session.first("fuseboard_measure", calls=calls, budget_s=budget_s)
+    return measurements  # type: ignore[no-any-return]
+
+
+def measure_calls(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
+    """The default of ``fuseboard_measure``: interleaved rounds by the wall clock.
+
+    Each round calls every alternative once, in an order that rotates. Stops when the budget is
+    spent, after at least five rounds (so one call that takes long can go past the budget).
     """
     for call in calls:
         call()
@@ -35,11 +46,6 @@ def measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measure
         if number + 1 >= MIN_ROUNDS and time.perf_counter() >= end:
             break
     return [_summary(samples) for samples in times]
-
-
-def measure_calls(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
-    """The default of ``fuseboard_measure``."""
-    return measure(calls, budget_s)
 
 
 def _summary(samples: list[float]) -> Measurement:

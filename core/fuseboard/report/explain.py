@@ -171,8 +171,6 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         compiled = stack.enter_context(compiled_apart(_with_code(original), backend, how))
         result = compiled(*args, **kwargs)
         _run_backward(result, (args, kwargs))
-    for graph in explanation.graphs:
-        graph.backends = graph.backends or tuple(info.name for info in session.backends)
     return explanation
 
 
