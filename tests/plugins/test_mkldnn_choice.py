@@ -95,7 +95,7 @@ def test_the_measured_choice_gives_right_answers():
         *(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 33), nn.ReLU()),
         *(nn.Linear(33, 64, bias=False), nn.SiLU(), nn.Linear(64, 5)),
     )
-    fast = compiled(model, "mkldnn", "eager")
+    fast = compiled(model, "mkldnn", "eager", on_failure="raise")
     for rows in (1, 64):
         x = rnd(rows, 64)
         with torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_graph_without_products_is_declined():
         return torch.relu(x) + torch.sort(x)[0]
 
     with torch.no_grad():
-        compiled(f, "mkldnn", "eager")(rnd(4, 4))
+        compiled(f, "mkldnn", "eager", on_failure="raise")(rnd(4, 4))
     reasons = {node.declined.get("mkldnn") for node in last_graph().nodes}
     assert reasons == {"nothing here for oneDNN"}
 
@@ -130,7 +130,7 @@ def test_other_ops_are_carried_along():
     model, x = Model(), rnd(6, 32)
     with torch.no_grad():
         options = {"plugins": {"mkldnn": {"packing": "none"}}}
-        assert_same(compiled(model, "mkldnn", "eager", **options)(x), model(x))
+        assert_same(compiled(model, "mkldnn", "eager", on_failure="raise", **options)(x), model(x))
     assert [region.backend for region in last_graph().regions] == ["mkldnn"]
 
 
@@ -139,7 +139,10 @@ def test_two_inputs_are_no_weight():
     x, y = rnd(6, 32), rnd(32, 8)
     with torch.no_grad():
         options = {"plugins": {"mkldnn": {"packing": "onednn"}}}
-        assert_same(compiled(torch.mm, "mkldnn", "eager", **options)(x, y), torch.mm(x, y))
+        assert_same(
+            compiled(torch.mm, "mkldnn", "eager", on_failure="raise", **options)(x, y),
+            torch.mm(x, y),
+        )
     assert all(not region.fusions for region in last_graph().regions)
 
 

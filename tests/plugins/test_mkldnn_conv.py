@@ -69,7 +69,7 @@ def run(model: nn.Module, *inputs: torch.Tensor, channels_last: str = "always") 
     before = [x.clone() for x in inputs]
     with torch.no_grad():
         options = {"plugins": {"mkldnn": {"channels_last": channels_last}}}
-        result = compiled(model, "mkldnn", "eager", **options)(*inputs)
+        result = compiled(model, "mkldnn", "eager", on_failure="raise", **options)(*inputs)
         rival = model(*inputs)
         reference = copy.deepcopy(model).double()(*[x.double() for x in inputs])
     assert_closer(result, reference=reference, rival=rival)
@@ -137,7 +137,7 @@ def test_a_norm_in_training_is_left_alone():
     other = copy.deepcopy(model)
     x = rnd(2, 3, 9, 9)
     with torch.no_grad():
-        result = compiled(model, "mkldnn", "eager")(x)
+        result = compiled(model, "mkldnn", "eager", on_failure="raise")(x)
         rival, reference = other(x), copy.deepcopy(other).double()(x.double())
     assert_closer(result, reference=reference, rival=rival)
     assert torch.equal(model[1].num_batches_tracked, other[1].num_batches_tracked)
@@ -206,7 +206,7 @@ def test_sizes_that_change():
     model = nn.Sequential(
         nn.Conv2d(16, 24, 3, padding=1), norm(24), nn.ReLU(), nn.Conv2d(24, 4, 1)
     ).eval()
-    fast = compiled(model, "mkldnn", "eager", dynamic=True)
+    fast = compiled(model, "mkldnn", "eager", on_failure="raise", dynamic=True)
     for batch, height in ((2, 9), (3, 12), (5, 7)):
         x = rnd(batch, 16, height, 11)
         with torch.no_grad():
@@ -218,7 +218,13 @@ def test_sizes_that_change():
 def test_changed_statistics_are_seen():
     """A folded norm follows its buffers, and the convolution its weight."""
     model = nn.Sequential(nn.Conv2d(8, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
-    fast = compiled(model, "mkldnn", "eager", plugins={"mkldnn": {"channels_last": "always"}})
+    fast = compiled(
+        model,
+        "mkldnn",
+        "eager",
+        on_failure="raise",
+        plugins={"mkldnn": {"channels_last": "always"}},
+    )
     x = rnd(2, 8, 9, 9)
     with torch.no_grad():
         fast(x)

@@ -28,7 +28,13 @@ def assert_same_nans(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_nan_from_an_input_is_shown(clip, bad):
     """oneDNN's relu and clip answer a number for NaN; eager's answer NaN."""
     model = convolutions(clip)
-    fast = compiled(model, "mkldnn", "eager", plugins={"mkldnn": {"channels_last": "always"}})
+    fast = compiled(
+        model,
+        "mkldnn",
+        "eager",
+        on_failure="raise",
+        plugins={"mkldnn": {"channels_last": "always"}},
+    )
     x = rnd(2, 3, 9, 9)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
@@ -42,7 +48,13 @@ def test_nan_from_an_input_is_shown(clip, bad):
 def test_nan_from_a_weight_is_shown():
     """A weight that becomes NaN after the compile."""
     model, x = convolutions(nn.ReLU()), rnd(2, 3, 9, 9)
-    fast = compiled(model, "mkldnn", "eager", plugins={"mkldnn": {"channels_last": "always"}})
+    fast = compiled(
+        model,
+        "mkldnn",
+        "eager",
+        on_failure="raise",
+        plugins={"mkldnn": {"channels_last": "always"}},
+    )
     with torch.no_grad():
         fast(x)
         model[0].weight[3] = NAN
@@ -64,7 +76,9 @@ def test_nan_that_arises_inside_is_shown():
     x[0, 1, 4, 4] = -1
     with torch.no_grad():
         options = {"plugins": {"mkldnn": {"channels_last": "always"}}}
-        assert_same_nans(compiled(model, "mkldnn", "eager", **options)(x), model(x))
+        assert_same_nans(
+            compiled(model, "mkldnn", "eager", on_failure="raise", **options)(x), model(x)
+        )
 
 
 @pytest.mark.parametrize("packing", ["onednn", "mkl", "none"])
@@ -77,7 +91,9 @@ def test_nan_passes_linear_layers(name, packing):
         model[0].bias.fill_(0.0)
     x = torch.tensor([[NAN], [INF], [-INF], [1.0], [-0.5]])
     with torch.no_grad():
-        fast = compiled(model, "mkldnn", "eager", plugins={"mkldnn": {"packing": packing}})
+        fast = compiled(
+            model, "mkldnn", "eager", on_failure="raise", plugins={"mkldnn": {"packing": packing}}
+        )
         assert_same_nans(fast(x), model(x))
 
 
@@ -94,7 +110,9 @@ class Lin(nn.Module):
 
 def plain(model: nn.Module):
     """Through mkldnn with eager's own kernels, whose bits must be eager's."""
-    return compiled(model, "mkldnn", "eager", plugins={"mkldnn": {"packing": "none"}})
+    return compiled(
+        model, "mkldnn", "eager", on_failure="raise", plugins={"mkldnn": {"packing": "none"}}
+    )
 
 
 def test_a_value_with_a_view_that_lives_on_is_not_written_over():

