@@ -557,6 +557,27 @@ def test_a_region_that_writes_to_an_expanded_input():
     assert len(all_trips()) == 1
 
 
+def test_inputs_of_every_kind_are_compared_bit_by_bit():
+    """One element with a stride, a conjugate, NaN, signed zero, no element at all, bytes."""
+    inputs = [
+        rnd(3, 2, dtype=torch.bfloat16)[2:, 1].expand(1),
+        rnd(6, dtype=torch.bfloat16)[1::7],
+        torch.complex(rnd(3), rnd(3)).conj(),
+        torch.tensor([float("nan"), -0.0, float("inf")]),
+        rnd(0, 3),
+        torch.tensor(3.0),
+        torch.tensor([1, 2], dtype=torch.uint8),
+        rnd(2, 3, 4).transpose(0, 2),
+    ]
+
+    def h(*args):
+        return [arg * 2 for arg in args]
+
+    with plugged("good"):
+        check(compiled(h, "good", verify="always"), *inputs, reference=h)
+    assert not all_trips()
+
+
 def test_inputs_are_mutated_once():
     """A function that writes to its input and whose region fails writes just once."""
 

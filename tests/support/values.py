@@ -58,4 +58,4 @@ def strides(tensor: torch.Tensor) -> list[int]:
 
 def rnd(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Normal numbers that depend on shape and seed only."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -96,5 +96,10 @@ def _copy(value: Any) -> Any:
 
 
 def _same_bits(now: torch.Tensor, was: torch.Tensor) -> bool:
-    first, second = (t.contiguous().resolve_conj().resolve_neg().flatten() for t in (now, was))
-    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    return torch.equal(_bytes_of(now), _bytes_of(was))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg().flatten()
+    # A clone: one element may have any stride and be called contiguous, and then has no view.
+    return plain.clone(memory_format=torch.contiguous_format).view(torch.uint8)
