@@ -218,6 +218,18 @@ def test_a_write_to_one_row_through_data_is_unseen_until_refresh():
     assert fuseboard.refresh(nn.Linear(2, 2)) == 0
 
 
+def test_swapped_tensors():
+    """``swap_tensors`` refuses what is weakly referenced; ``refresh`` lets go of it."""
+    model, other = Scaled(), Scaled(seed=4)
+    fn = compiled(model)
+    check(model, fn)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(model.weight, other.weight)
+    fuseboard.refresh(model)
+    torch.utils.swap_tensors(model.weight, other.weight)
+    check(model, fn)
+
+
 def test_a_replaced_submodule():
     """Its parameters are other tensors."""
     model = nn.Sequential(Scaled(), nn.ReLU())

@@ -75,6 +75,7 @@ class Entry:
         """Never match again, and let the values go. Takes no lock: the collector calls it."""
         self.versions = None
         self.values = ()
+        self.owners = []
 
     @property
     def dropped(self) -> bool:
@@ -205,8 +206,9 @@ def _offset(weight: torch.Tensor, place: int) -> int:
 def refresh(module: torch.nn.Module) -> int:
     """Forget everything that was prepared from a module's parameters and buffers.
 
-    Only needed after a write that bumps no version and touches part of a tensor, such as
-    ``module.weight.data[0] = 1``.
+    Needed after a write that bumps no version and touches part of a tensor, such as
+    ``module.weight.data[0] = 1``; and before ``torch.utils.swap_tensors``, which refuses tensors
+    that are weakly referenced.
 
     :returns: how many sets of prepared values were dropped.
     """
