@@ -160,7 +160,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
             notes.append(
                 "It was compiled with another backend; this is what fuseboard makes of it."
             )
-    session = board.session(resolve(**options))  # a wrong setting raises here, unwrapped by Dynamo
+    board.session(resolve(**options))  # a wrong setting raises here, unwrapped by Dynamo
 
     def backend(graph: Any, inputs: Any) -> Any:
         return fuseboard(graph, inputs, **options)
