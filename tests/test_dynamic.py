@@ -57,7 +57,7 @@ def test_as_many_compiles_as_aot_eager(dynamic, grad):
         options = {"options": {"backends": ["eager"]}} if backend == "fuseboard" else {}
         model = MLP()
         fn = torch.compile(model, backend=backend, dynamic=dynamic, **options)
-        for batch in (4, 5, 7, 9, 1, 0, 2):
+        for batch in (4, 5, 7, 1, 0) if dynamic is not False else (4, 5):
             with torch.set_grad_enabled(grad):
                 fn(rnd(batch, 6))
         counts.append(dict(torch._dynamo.utils.counters["stats"]))

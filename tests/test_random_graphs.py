@@ -210,14 +210,14 @@ def search(examples: int):
     )
 
 
-@search(40)
+@search(30)
 @given(programs(), st.booleans())
 def test_eager(program, grad):
     """The board's own backend: capture, split, generated code."""
     agrees(program, grad, "eager")
 
 
-@search(25)
+@search(20)
 @given(programs(), st.booleans())
 def test_many_regions(program, grad):
     """Cut at nearly every node, every check on."""
@@ -226,14 +226,14 @@ def test_many_regions(program, grad):
         agrees(program, grad, "other", "eager", stages=plan, verify="always")
 
 
-@search(25)
+@search(20)
 @given(programs())
 def test_symbolic_sizes(program):
     """Every size a symbol that can be one."""
     agrees(program, False, "eager", dynamic=True)
 
 
-@search(25)
+@search(20)
 @given(programs())
 def test_mkldnn(program):
     """Inference through oneDNN's operators where there is something for them."""
