@@ -40,7 +40,9 @@ def median_with_interval(samples: Sequence[float], seed: int = 0) -> Estimate:
     if values.size == 1:
         return Estimate(float(values[0]), float(values[0]), float(values[0]))
     low, high = (_bootstrap_scipy or _bootstrap_numpy)(values, np.random.default_rng(seed))
-    return Estimate(float(np.median(values)), low, high)
+    median = float(np.median(values))
+    # A percentile is interpolated: between equal samples it can miss them by a rounding.
+    return Estimate(median, min(low, median), max(high, median))
 
 
 def _bootstrap_numpy(values: Floats, rng: np.random.Generator) -> tuple[float, float]:

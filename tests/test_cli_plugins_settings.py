@@ -65,7 +65,7 @@ def test_plugins_prints_a_row_for_each(board):
         "quarantined",
         "its import raised ImportError: no libfoo",
     ] in rows
-    assert ["defaults", version, "partition, profile", "", "ready", ""] in rows
+    assert ["defaults", version, "partition, profile, events", "", "ready", ""] in rows
 
 
 def test_plugins_follows_the_settings(board, tmp_path):

@@ -17,7 +17,9 @@ ratios = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=40)
 def test_an_interval_holds_its_median(samples):
     """Low, value and high are in order, and lie within the samples."""
     estimate = stats.median_with_interval(samples)
-    assert min(samples) <= estimate.low <= estimate.value <= estimate.high <= max(samples)
+    assert estimate.low <= estimate.value <= estimate.high
+    assert estimate.low >= min(samples) * (1 - 1e-12)
+    assert estimate.high <= max(samples) * (1 + 1e-12)
     assert estimate.value == pytest.approx(float(np.median(samples)))
 
 
