@@ -179,7 +179,7 @@ def test_control_c_is_no_error():
         text=True,
         env={**os.environ, "FUSEBOARD_BACKENDS": "eager"},
         # A job in the background ignores Ctrl-C, and what it starts inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert any("Embedding" in line for line in process.stdout)
