@@ -78,23 +78,10 @@ def test_settings_order_the_backends_and_eager_is_appended():
     """The user's order is kept; eager takes what is left."""
     opened = three_backends().session(resolve({"backends": ["slow", "quick"]}))
     assert [info.name for info in opened.backends] == ["slow", "quick", "eager"]
-
-
-@pytest.mark.parametrize(
-    ("given", "stage", "action"),
-    [
-        ({"backends": ["slow"]}, "lower", "raise"),
-        ({"backends": ["slow"]}, "run", "next"),
-        ({"backends": ["slow"], "on_failure": "next"}, "lower", "next"),
-        ({"backends": ["slow", "eager"]}, "lower", "next"),
-        ({"backends": ["slow", "quick"]}, "lower", "next"),
-        ({"backends": ["eager"]}, "lower", "next"),
-        ({}, "lower", "next"),
-    ],
-)
-def test_a_backend_named_alone_fails_loudly(given, stage, action):
-    """Its failure to compile is raised, unless the user chose another policy."""
-    assert three_backends().session(resolve(given)).action_after(stage) == action
+    assert opened.eager_is_fallback_only
+    opened = three_backends().session(resolve({"backends": ["slow", "eager"]}))
+    assert not opened.eager_is_fallback_only
+    assert not three_backends().session(resolve()).eager_is_fallback_only
 
 
 def test_what_comes_after_eager_is_left_out_with_a_note():

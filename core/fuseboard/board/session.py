@@ -22,7 +22,7 @@ from fuseboard.board.plugin_options import plugin_options
 from fuseboard.board.registration import Entry, PluginState, in_default_order
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
-from fuseboard.contracts import BackendInfo, Event, FailureAction, Stage
+from fuseboard.contracts import BackendInfo, Event
 from fuseboard.errors import (
     ContractError,
     HookTimeout,
@@ -50,6 +50,7 @@ class Session:
     :ivar settings: the snapshot.
     :ivar backends: in order of priority; the last is always ``eager``, which takes whatever
         is left.
+    :ivar eager_is_fallback_only: the user named backends, and ``eager`` not among them.
     :ivar notes: what the user should know, such as a named backend that had to be left out.
     """
 
@@ -63,6 +64,7 @@ class Session:
         self._muted: set[str] = set()
         self._check_block()
         self.backends = tuple(self._choose_backends())
+        self.eager_is_fallback_only = "eager" not in (settings.backends or ("eager",))
         self._order = self._all_in_order()
         self._options = self._given_options()
         self._overrides = {
@@ -290,21 +292,8 @@ class Session:
             if answer is not None:
                 return plugin, answer
         if hook == "fuseboard_on_failure":
-            return "settings", self.action_after(arguments["stage"])
+            return "settings", self.settings.on_failure
         raise ContractError("defaults", hook, "nobody answered, the default neither")
-
-    def action_after(self, stage: Stage) -> FailureAction:
-        """What the settings say follows a failure.
-
-        Where ``on_failure`` isn't set and the user named one backend alone, its failure to compile
-        is raised: who asks for one compiler wants to know. A compiled region that fails in a call
-        is contained all the same.
-        """
-        named = self.settings.backends or ()
-        alone = len(named) == 1 and "eager" not in named
-        if alone and stage != "run" and self.settings.origin("on_failure") == "default":
-            return "raise"
-        return self.settings.on_failure
 
     def with_hook(self, hook: str) -> tuple[str, ...]:
         """The active plugins that implement a hook, in order."""

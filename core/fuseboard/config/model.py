@@ -75,8 +75,7 @@ class Settings(BaseModel):
     on_failure: Literal["raise", "next", "eager"] = _setting(
         "next",
         "'raise', 'next', 'eager'",
-        "What follows a plugin's failure: raise it, try the next backend, or run eager. Unset, and "
-        "with one backend named alone, without 'eager': its failure to compile is raised.",
+        "What follows a plugin's failure: raise it, try the next backend, or run eager.",
     )
     mode: Literal["default", "max-autotune", "max-autotune-no-cudagraphs"] = _setting(
         "default",

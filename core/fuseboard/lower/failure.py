@@ -25,7 +25,7 @@ def decide(
         )
     except PluginError as problem:
         log.warning("%s: %s; the setting on_failure decides", region, problem)
-        action = session.action_after(stage)
+        action = session.settings.on_failure
     return action  # type: ignore[no-any-return]
 
 
