@@ -100,7 +100,7 @@ def test_an_edited_file_is_read_again_and_an_unchanged_one_is_not(tmp_path, monk
     path.write_text("fuse_limit = 1\n")
     os.utime(path, ns=(1, 1))
     assert resolve().fuse_limit == 1
-    monkeypatch.setattr(config.model, "read_toml_file", lambda *a: pytest.fail("read again"))
+    monkeypatch.setattr(config.layers, "read_toml_file", lambda *a: pytest.fail("read again"))
     assert resolve().fuse_limit == 1
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

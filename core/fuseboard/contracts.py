@@ -18,6 +18,12 @@ Stage = Literal["capture", "claim", "plan", "fuse", "partition", "lower", "profi
 FailureAction = Literal["raise", "next", "eager"]
 #: The numbers that eager draws from the same seed, or whichever are fastest.
 Random = Literal["eager", "fast"]
+#: How a joint graph is split where min-cut isn't told otherwise by a memory budget.
+JointPolicy = Literal["min_cut", "default", "recompute_all"]
+#: The solvers of ``torch._functorch.config.activation_memory_budget_solver``.
+Knapsack = Literal["dp", "greedy", "ilp"]
+#: Whether repeated blocks become regions that share code.
+Repeats = Literal["auto", "always", "never"]
 
 #: A boxed callable takes one list of tensors and ints, may empty it, and returns the outputs.
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -75,10 +81,18 @@ class Decline:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which backend runs each node, and why. Every node that computes is in both mappings."""
+    """Which backend runs each node, and why. Every node that computes is in both mappings.
+
+    :ivar regions: sets of nodes that are to be a region each, such as the instances of a repeated
+        block: disjoint, each on one backend, and none reachable from itself through the others.
+        Where they are isomorphic they are lowered once. The board groups all other nodes.
+    :ivar notes: what people should know of the plan, for the report.
+    """
 
     placements: Mapping[str, str]
     reasons: Mapping[str, str]
+    regions: tuple[frozenset[str], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ setting of that name answers, and settings are the session's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -18,9 +18,12 @@ from fuseboard.contracts import (
     Decline,
     Event,
     GraphKind,
+    JointPolicy,
+    Knapsack,
     Measurement,
     Plan,
     Region,
+    Repeats,
     Verdict,
 )
 from fuseboard.hookspecs import hookimpl
@@ -35,12 +38,16 @@ def fuseboard_partition_joint(
     num_fwd_outputs: int,
     static_inputs: Sequence[int],
     memory_budget: float,
+    policy: JointPolicy,
+    knapsack: Knapsack,
     keywords: dict[str, Any],
 ) -> tuple[GraphModule, GraphModule]:
-    """Split by min-cut, within the memory budget."""
+    """Split by the policy, within the memory budget."""
     from fuseboard.partition.joint import split_joint
 
-    return split_joint(joint, inputs, num_fwd_outputs, static_inputs, memory_budget, keywords)
+    return split_joint(
+        joint, inputs, num_fwd_outputs, static_inputs, memory_budget, policy, knapsack, keywords
+    )
 
 
 @hookimpl
@@ -49,11 +56,17 @@ def fuseboard_plan(
     kind: GraphKind,
     claims: dict[str, list[Claim | Decline]],
     backends: Sequence[BackendInfo],
+    pins: Mapping[str, str],
+    min_region_us: float,
+    merge_regions: bool,
+    repeats: Repeats,
 ) -> Plan:
     """Place nodes by priority."""
     from fuseboard.partition.plan import plan_by_priority
 
-    return plan_by_priority(graph, kind, claims, backends)
+    return plan_by_priority(
+        graph, kind, claims, backends, pins, min_region_us, merge_regions, repeats
+    )
 
 
 @hookimpl

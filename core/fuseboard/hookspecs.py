@@ -8,7 +8,7 @@ answer of another type is a :class:`~fuseboard.errors.ContractError` that names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pluggy
@@ -22,11 +22,14 @@ from fuseboard.contracts import (
     FailureAction,
     Fusion,
     GraphKind,
+    JointPolicy,
+    Knapsack,
     LoweredRegion,
     Measurement,
     Plan,
     Random,
     Region,
+    Repeats,
     Stage,
     Verdict,
 )
@@ -91,13 +94,16 @@ def fuseboard_partition_joint(
     num_fwd_outputs: int,
     static_inputs: Sequence[int],
     memory_budget: float,
+    policy: JointPolicy,
+    knapsack: Knapsack,
     keywords: dict[str, Any],
 ) -> tuple[GraphModule, GraphModule] | None:
     """Split a joint graph into forward and backward.
 
     The forward returns its outputs and then what it saves; the backward takes (symbolic ints,
     saved, tangents), as torch's partitioners do. ``memory_budget`` runs from 0 (recompute all)
-    to 1 (save all that min-cut would). ``keywords`` are further ones that AOTAutograd passed.
+    to 1 (save all that min-cut would); ``policy`` and ``knapsack`` are the settings
+    ``joint_policy`` and ``knapsack``. ``keywords`` are further ones that AOTAutograd passed.
     """
 
 
@@ -118,12 +124,17 @@ def fuseboard_plan(
     kind: GraphKind,
     claims: dict[str, list[Claim | Decline]],
     backends: Sequence[BackendInfo],
+    pins: Mapping[str, str],
+    min_region_us: float,
+    merge_regions: bool,
+    repeats: Repeats,
 ) -> Plan | None:
     """Decide which backend runs each node.
 
     ``claims`` and ``backends`` are in order of priority; the last backend is always ``eager``,
-    which claims everything. The answer must be the same on every rank: it may depend on the
-    arguments only.
+    which claims everything. ``pins`` maps nodes to the backends that the user wants for them, where
+    these claim them: a plan must follow it. The further arguments are the settings of those names.
+    The answer must be the same on every rank: it may depend on the arguments only.
     """
 
 

@@ -78,6 +78,8 @@ class Pipeline:
                         "num_fwd_outputs": num_fwd_outputs,
                         "static_inputs": tuple(static_lifetime_input_indices or ()),
                         "memory_budget": self.session.settings.memory_budget,
+                        "policy": self.session.settings.joint_policy,
+                        "knapsack": self.session.settings.knapsack,
                         "keywords": keywords,
                     },
                 )
@@ -209,11 +211,16 @@ class Pipeline:
         self, graph: GraphModule, kind: GraphKind, claims: Claims, report: GraphReport
     ) -> Plan:
         """The plan hook's answer, checked; the default's where it breaks a rule."""
+        settings = self.session.settings
         arguments: dict[str, Any] = {
             "graph": graph,
             "kind": kind,
             "claims": claims,
             "backends": self.session.backends,
+            "pins": {},
+            "min_region_us": settings.min_region_us,
+            "merge_regions": settings.merge_regions,
+            "repeats": settings.repeats,
         }
         who = "fuseboard_plan"
         try:

@@ -18,7 +18,8 @@ from typing import Any
 from fuseboard.board.deadline import deadline
 from fuseboard.board.registration import Entry, PluginState, State, examine, in_default_order
 from fuseboard.board.session import Session
-from fuseboard.config.model import Settings, resolve
+from fuseboard.config.layers import resolve
+from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
 from fuseboard.errors import FuseboardError, RegistrationError
 

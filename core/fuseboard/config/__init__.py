@@ -1,18 +1,10 @@
-"""The settings: ``model`` holds them and where each was set, ``sources`` reads them.
+"""The settings: ``model`` says which there are, ``layers`` which hold now, ``sources`` reads them.
 
 (Not named ``settings``: ``fuseboard.settings`` is the context manager.)
 """
 
-from fuseboard.config.model import (
-    PRESETS,
-    STAGES,
-    SettingRow,
-    Settings,
-    check,
-    describe,
-    resolve,
-    settings,
-)
+from fuseboard.config.layers import SettingRow, check, describe, resolve, settings
+from fuseboard.config.model import PRESETS, STAGES, Settings
 from fuseboard.config.sources import RawSource
 
 __all__ = [

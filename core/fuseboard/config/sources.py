@@ -154,7 +154,7 @@ def read_environment(
 
 def _check_variable(name: str, value: str, key: str, known: set[str]) -> None:
     head = key.partition(".")[0]
-    if head in known and (head == key or head in ("stages", "plugins")):
+    if head in known and (head == key or head in ("stages", "plugins", "pin", "exclude")):
         return
     variables = {ENV_PREFIX + field.upper() for field in known}
     near = nearest(ENV_PREFIX + head.upper(), variables)

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fuseboard import torch_internals
+from fuseboard.contracts import JointPolicy, Knapsack
 
 
 def split_joint(
@@ -16,6 +17,8 @@ def split_joint(
     num_fwd_outputs: int,
     static_inputs: Sequence[int],
     memory_budget: float,
+    policy: JointPolicy,
+    knapsack: Knapsack,
     keywords: dict[str, Any],
 ) -> tuple[GraphModule, GraphModule]:
     """torch's min-cut rematerialisation (``torch/_functorch/partitioners.py``).

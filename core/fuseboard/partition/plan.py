@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan
+from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats
 from fuseboard.errors import ContractError
 from fuseboard.partition.estimate import estimate_us
 from fuseboard.partition.regions import stage_nodes
@@ -22,16 +22,16 @@ MIN_NATIVE_SHARE = 0.6
 #: A plan of more regions than this loses to a single backend that claims everything.
 MAX_REGIONS = 4
 
-#: What a backend after the first must be worth, in estimated microseconds, to get a region of
-#: its own instead of leaving it to eager.
-MIN_REGION_US = 50.0
-
 
 def plan_by_priority(
     graph: GraphModule,
     kind: GraphKind,
     claims: dict[str, list[Claim | Decline]],
     backends: Sequence[BackendInfo],
+    pins: Mapping[str, str],
+    min_region_us: float,
+    merge_regions: bool,
+    repeats: Repeats,
 ) -> Plan:
     """Assign every node; deterministic, from the arguments alone."""
     order = [info.name for info in backends]
@@ -45,7 +45,7 @@ def plan_by_priority(
     chosen = {
         node.name: next(name for name in order if node.name in accepted[name]) for node in nodes
     }
-    placements = _without_crumbs(nodes, chosen, work, order)
+    placements = _without_crumbs(nodes, chosen, work, order, min_region_us)
     regions = len(set(stage_nodes(nodes, placements).values()))
     if regions > MAX_REGIONS:
         whole = next(name for name in order if _claims_all(claims[name], nodes))
@@ -87,14 +87,18 @@ def _claims_all(answers: Sequence[Claim | Decline], nodes: Sequence[Node]) -> bo
 
 
 def _without_crumbs(
-    nodes: Sequence[Node], chosen: dict[str, str], work: Mapping[str, float], order: Sequence[str]
+    nodes: Sequence[Node],
+    chosen: dict[str, str],
+    work: Mapping[str, float],
+    order: Sequence[str],
+    min_region_us: float,
 ) -> dict[str, str]:
     """Leave to eager what is too little for starting a second compiler."""
     totals: dict[str, float] = {}
     for name, backend in chosen.items():
         totals[backend] = totals.get(backend, 0.0) + work[name]
     main = max(totals, key=lambda backend: totals[backend], default="")
-    small = {b for b in order[:-1] if b != main and totals.get(b, 0.0) < MIN_REGION_US}
+    small = {b for b in order[:-1] if b != main and totals.get(b, 0.0) < min_region_us}
     return {name: order[-1] if b in small else b for name, b in chosen.items()}
 
 
