@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fuseboard.lower.eager import lower_eagerly
     from fuseboard.lower.weights import refresh
     from fuseboard.partition.claims import claim_nodes
+    from fuseboard.partition.marks import memory_budget
     from fuseboard.profile.measure import measure
     from fuseboard.report.data import GraphReport
     from fuseboard.report.explain import Explanation, explain, last_report
@@ -75,6 +76,7 @@ _HOMES = {
     "fuseboard.lower.eager": ("lower_eagerly",),
     "fuseboard.lower.weights": ("refresh",),
     "fuseboard.partition.claims": ("claim_nodes",),
+    "fuseboard.partition.marks": ("memory_budget",),
     "fuseboard.profile.measure": ("measure",),
     "fuseboard.report.data": ("GraphReport",),
     "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
@@ -110,6 +112,7 @@ __all__ = [
     "last_report",
     "lower_eagerly",
     "measure",
+    "memory_budget",
     "refresh",
     "register",
     "settings",
