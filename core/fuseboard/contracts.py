@@ -83,15 +83,16 @@ class Decline:
 class Plan:
     """Which backend runs each node, and why. Every node that computes is in both mappings.
 
-    :ivar regions: sets of nodes that are to be a region each, such as the instances of a repeated
-        block: disjoint, each on one backend, and none reachable from itself through the others.
-        Where they are isomorphic they are lowered once. The board groups all other nodes.
+    :ivar regions: nodes that are to be a region each, such as the instances of a repeated block,
+        in an order in which they can run: disjoint, each on one backend, and none reachable from
+        itself through the others. Those that are isomorphic, node by node in that order, are
+        lowered once. The board groups all other nodes.
     :ivar notes: what people should know of the plan, for the report.
     """
 
     placements: Mapping[str, str]
     reasons: Mapping[str, str]
-    regions: tuple[frozenset[str], ...] = ()
+    regions: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -55,5 +55,8 @@ def memory_budget(value: float) -> Iterator[None]:
             f"fuseboard.memory_budget({value!r}): allowed: a number from 0 to 1, such as "
             "fuseboard.memory_budget(0.5)."
         )
-    with _marked(MEMORY_BUDGET, value):
+    # A float that changes between calls becomes symbolic, and no mark can hold that. The range makes
+    # Dynamo compile for each value.
+    millionths = range(int(value * 1_000_000 + 0.5))
+    with _marked(MEMORY_BUDGET, len(millionths) / 1_000_000):
         yield
