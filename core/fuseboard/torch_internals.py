@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -82,6 +85,72 @@ def frame_name() -> str:
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
+@dataclass(frozen=True)
+class FrameScope:
+    """What the function that Dynamo compiles can see.
+
+    :ivar names: Dynamo's name of a local or global, such as ``L['self']``, and the object.
+    :ivar callers: the same objects of the functions that called it, inside of the compiled call.
+    """
+
+    names: dict[str, Any]
+    callers: list[Any]
+
+
+def frame_scope() -> FrameScope:
+    """The scope of the frame that is being compiled; empty outside of Dynamo.
+
+    Read in ``torch/_dynamo/symbolic_convert.py`` (``tls.current_tx``, its ``output.root_tx``). A
+    function that Dynamo compiles apart, after a graph break, has the compiled model among its
+    callers.
+    """
+    from torch._dynamo import symbolic_convert
+
+    current = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
+    root = getattr(getattr(current, "output", None), "root_tx", None)
+    if root is None:
+        return FrameScope({}, [])
+    names = {f"L[{name!r}]": value for name, value in root.f_locals.items()}
+    used = _globals_of(root.f_code, root.f_globals)
+    names.update((f"G[{name!r}]", value) for name, value in used.items())
+    return FrameScope(names, _callers_objects())
+
+
+def _callers_objects() -> list[Any]:
+    """Locals and globals in the Python frames from the entry to compiled code to the compiler.
+
+    The entry is ``compile_wrapper`` of ``torch/_dynamo/eval_frame.py``; where a version calls it
+    otherwise, the frames around it are looked at, too.
+    """
+    dynamo = os.path.join(torch.__path__[0], "_dynamo", "")
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(dynamo):
+            if found and code.co_name == "compile_wrapper":
+                break
+            found.clear()  # these were the compiler's own
+        else:
+            found.extend(frame.f_locals.values())
+            found.extend(_globals_of(code, frame.f_globals).values())
+        frame = frame.f_back
+    return found
+
+
+def _globals_of(code: CodeType, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The globals that a function's code names."""
+    return {name: values[name] for name in code.co_names if name in values}
+
+
+def registered_ops() -> list[str]:
+    """Every op that torch knows: ``aten.mm.default``, ``higher_order.cond``."""
+    overloads = [name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()]
+    names = [name if name.count(".") > 1 else f"{name}.default" for name in overloads]
+    names.extend(f"higher_order.{name}" for name in getattr(torch._ops, "_higher_order_ops", ()))
+    return names
+
+
 def fake_mode_of(values: Sequence[Any]) -> Any:
     """The FakeTensorMode of fake values, or None where there is none."""
     for value in values:
@@ -124,21 +193,56 @@ def min_cut_partition(
     num_fwd_outputs: int,
     static_inputs: Sequence[int],
     memory_budget: float,
+    knapsack: str,
     keywords: dict[str, Any],
 ) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut rematerialisation with a memory budget."""
-    from torch._functorch import config
+    """torch's min-cut rematerialisation with a memory budget. It changes ``joint``.
+
+    A budget of 0 would save the inputs alone, whatever ``node.meta["recompute"]`` says, and draw
+    random numbers anew (``choose_saved_values_set``): tag what is to be recomputed instead.
+    """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    accepted = inspect.signature(min_cut_rematerialization_partition).parameters
+    return _partition(
+        min_cut_rematerialization_partition,
+        {"activation_memory_budget": memory_budget, "activation_memory_budget_solver": knapsack},
+        (joint, inputs, num_fwd_outputs, static_inputs, keywords),
+    )
+
+
+def default_partition(
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    keywords: dict[str, Any],
+) -> tuple[GraphModule, GraphModule]:
+    """torch's split that saves whatever the backward reads. It changes ``joint``."""
+    from torch._functorch.partitioners import default_partition as torch_default_partition
+
+    return _partition(
+        torch_default_partition, {}, (joint, inputs, num_fwd_outputs, static_inputs, keywords)
+    )
+
+
+def _partition(
+    partitioner: Callable[..., tuple[GraphModule, GraphModule]],
+    settings: dict[str, Any],
+    arguments: tuple[GraphModule, Sequence[Any], int, Sequence[int], dict[str, Any]],
+) -> tuple[GraphModule, GraphModule]:
+    """Call a partitioner with what it takes, under settings of ``torch._functorch.config``."""
+    from torch._functorch import config
+
+    joint, inputs, num_fwd_outputs, static_inputs, keywords = arguments
+    accepted = inspect.signature(partitioner).parameters
     further = {key: value for key, value in keywords.items() if key in accepted}
     if "static_lifetime_input_indices" in accepted:
         further["static_lifetime_input_indices"] = list(static_inputs)
-    with config.patch(activation_memory_budget=memory_budget):
-        forward, backward = min_cut_rematerialization_partition(
-            joint, inputs, num_fwd_outputs=num_fwd_outputs, **further
-        )
-    return forward, backward
+    # On CUDA, draws to be replayed would come from a generator of their own, not be eager's.
+    if hasattr(config, "graphsafe_rng_functionalization"):
+        settings = {**settings, "graphsafe_rng_functionalization": False}
+    with config.patch(settings):
+        return partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **further)
 
 
 def retrace(
