@@ -20,6 +20,9 @@ class NodeReport:
     """One op of a graph as captured: where it runs and why.
 
     :ivar declined: backend name → its reason, for each backend before the chosen one.
+    :ivar inputs: names of the nodes and graph inputs that it reads, each once.
+    :ivar value: what it computes, such as ``float32[4, 128]``.
+    :ivar module: the path of the user's module that it comes from, such as ``layers.0.mlp``.
     """
 
     name: str
@@ -29,6 +32,22 @@ class NodeReport:
     reason: str
     source: str = ""
     declined: dict[str, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    value: str = ""
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class InputReport:
+    """An input of a graph.
+
+    :ivar value: as of a :class:`NodeReport`.
+    :ivar static: it is a parameter or buffer. Not known of backward graphs: always False there.
+    """
+
+    name: str
+    value: str = ""
+    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,8 @@ class GraphReport:
     :ivar frame: Dynamo's compile id and the user's function, such as
         ``0/1 Net.forward (model.py:10)``.
     :ivar backends: the backends in order of priority.
+    :ivar nodes: the ops in graph order; none of a joint graph, which is only split.
+    :ivar outputs: names of the nodes and inputs that it returns, each once.
     :ivar seconds: stage → wall-clock seconds.
     """
 
@@ -78,6 +99,8 @@ class GraphReport:
     kind: GraphKind
     frame: str = ""
     backends: tuple[str, ...] = ()
+    inputs: list[InputReport] = field(default_factory=list)
+    outputs: tuple[str, ...] = ()
     nodes: list[NodeReport] = field(default_factory=list)
     regions: list[RegionReport] = field(default_factory=list)
     fusions: list[FusionReport] = field(default_factory=list)

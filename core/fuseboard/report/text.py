@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -14,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fuseboard.report.data import Break, FusionReport, GraphReport, RegionReport
+from fuseboard.report import words
+from fuseboard.report.data import Break, GraphReport, RegionReport
 from fuseboard.report.dynamo import readable
 
 if TYPE_CHECKING:
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
 
 #: ``str(explanation)`` is written for this many columns.
 WIDTH = 100
-
-#: More ops, lines or names than this are counted instead of listed.
-SHOWN = 5
-
-_NOTHING = (
-    "Nothing was compiled with fuseboard. Either no tensor op was reached, or Dynamo left all of "
-    "them to Python, or the work runs code that another backend had compiled before."
-)
 
 
 def as_text(explanation: Explanation, width: int = WIDTH) -> str:
@@ -57,7 +48,7 @@ def render(explanation: Explanation) -> RenderableType:
     for graph in explanation.graphs:
         parts += [Text(), *_graph(graph)]
     if not explanation.graphs:
-        parts += [Text(), Text(_NOTHING)]
+        parts += [Text(), Text(words.NOTHING)]
     return Group(*parts)
 
 
@@ -67,16 +58,16 @@ def summary(explanation: Explanation) -> Text:
     homes = Counter(node.backend for graph in graphs for node in graph.nodes)
     trips = sum(len(graph.trips) for graph in explanation.graphs)
     seconds = sum(sum(graph.seconds.values()) for graph in explanation.graphs)
-    text = Text(f"{_many(len(graphs), 'graph')}", style="bold")
+    text = Text(f"{words.many(len(graphs), 'graph')}", style="bold")
     if explanation.breaks is not None:
         breaks = sum(found.count for found in explanation.breaks)
-        text.append(f" · {_many(breaks, 'graph break')}", "yellow" if breaks else "")
-    where = ", ".join(f"{count} {_at(backend)}" for backend, count in homes.most_common())
-    text.append(f" · {_many(homes.total(), 'op')}")
+        text.append(f" · {words.many(breaks, 'graph break')}", "yellow" if breaks else "")
+    where = ", ".join(f"{count} {words.at(backend)}" for backend, count in homes.most_common())
+    text.append(f" · {words.many(homes.total(), 'op')}")
     if where:
         text.append(f": {where}")
     if trips:
-        text.append(f" · {_many(trips, 'trip')}", "bold red")
+        text.append(f" · {words.many(trips, 'trip')}", "bold red")
     text.append(f" · {seconds:.1f} s in fuseboard's stages")
     return text
 
@@ -90,19 +81,19 @@ def _graph(graph: GraphReport) -> list[RenderableType]:
     compile_id, _, function = graph.frame.partition(" ")
     head = Text()
     head.append(f"{graph.kind} graph", "bold cyan").append(f" {graph.name}", "bold")
-    head.append(f" · {shorten(readable(function)) or 'unknown function'}")
+    head.append(f" · {words.shorten(readable(function)) or 'unknown function'}")
     stages = ", ".join(f"{stage} {s:.2f}" for stage, s in graph.seconds.items() if s >= 0.005)
     below = "split into forward and backward · " if graph.kind == "joint" else ""
     below += f"compile {compile_id}" + (f" · seconds: {stages}" if stages else "")
     parts: list[RenderableType] = [head, _line(below, "dim")]
     if graph.fusions:
-        parts.append(_line(f"rewritten as a whole: {_fusions(graph.fusions)}"))
+        parts.append(_line(f"rewritten as a whole: {words.fusions(graph.fusions)}"))
     parts += [_line(f"note: {note}", "yellow") for note in graph.notes]
     if graph.regions:
         parts.append(Padding(_regions(graph.regions), (0, 0, 0, 1), expand=False))
     own = Counter(node.reason for node in graph.nodes if node.backend == "board")
     for reason, count in own.items():
-        parts.append(_line(f"{_many(count, 'op')} run by the board itself: {reason}"))
+        parts.append(_line(f"{words.many(count, 'op')} run by the board itself: {reason}"))
     groups = elsewhere(graph)
     if groups:
         parts.append(_line(f"not on {graph.backends[0]}, which comes first:", "bold"))
@@ -136,22 +127,22 @@ def _regions(regions: Sequence[RegionReport]) -> Table:
 
 
 def _contents(region: RegionReport, more: int) -> Text:
-    lines = [Text(_ops(region.ops))]
+    lines = [Text(words.ops(region.ops))]
     if region.whole:
         lines.insert(0, Text("the whole graph"))
     if more:
         lines.append(Text(f"lowered once for {more + 1} places", style="dim"))
     if any(fusion.applied for fusion in region.fusions):
-        lines.append(Text(f"fused: {_fusions(region.fusions)}"))
+        lines.append(Text(f"fused: {words.fusions(region.fusions)}"))
     if region.hoisted:
         lines.append(
-            Text(f"{_many(region.hoisted, 'value')} of weights computed outside the calls")
+            Text(f"{words.many(region.hoisted, 'value')} of weights computed outside the calls")
         )
     if region.sources:
-        places = _places(region.sources)
-        lines += [Text(f"from {place}", style="dim") for place in places[:SHOWN]]
-        if len(places) > SHOWN:
-            lines.append(Text(f"from {len(places) - SHOWN} more files", style="dim"))
+        places = words.places(region.sources)
+        lines += [Text(f"from {place}", style="dim") for place in places[: words.SHOWN]]
+        if len(places) > words.SHOWN:
+            lines.append(Text(f"from {len(places) - words.SHOWN} more files", style="dim"))
     lines += [Text(f"note: {note}", style="yellow") for note in dict.fromkeys(region.notes)]
     return Text("\n").join(lines)
 
@@ -163,7 +154,7 @@ def _elsewhere(groups: Sequence[Elsewhere]) -> Table:
     for group in groups:
         cell = Text(f"{group.reason or 'no reason given'}")
         cell.append(f" → {group.backend}", "green")
-        cell.append(f"\n{_ops(group.ops)}", "dim")
+        cell.append(f"\n{words.ops(group.ops)}", "dim")
         table.add_row(str(sum(group.ops.values())), cell)
     return table
 
@@ -171,7 +162,7 @@ def _elsewhere(groups: Sequence[Elsewhere]) -> Table:
 def _trip(graph: GraphReport, number: int) -> RenderableType:
     trip = graph.trips[number]
     text = Text().append(f"tripped: {trip.plugin} in stage {trip.stage}", "bold red")
-    place = f", {shorten(trip.source)}" if trip.source else ""
+    place = f", {words.shorten(trip.source)}" if trip.source else ""
     text.append(f" on {trip.region}{place}")
     return Group(
         _line(text),
@@ -186,11 +177,11 @@ def _break(found: Break) -> list[RenderableType]:
     if found.count > 1:
         head.append(f" ×{found.count}", "bold yellow")
     if found.source:
-        head.append(f" · {found.function} ({shorten(found.source)})")
+        head.append(f" · {found.function} ({words.shorten(found.source)})")
     parts: list[RenderableType] = [head, _line(found.reason)]
     parts += [_line(found.explanation, "dim")] if found.explanation else []
     parts += [_line(f"hint: {hint}", "dim") for hint in found.hints]
-    parts += [_line(f"reached through {shorten(step)}", "dim") for step in found.stack[:-1]]
+    parts += [_line(f"reached through {words.shorten(step)}", "dim") for step in found.stack[:-1]]
     return parts
 
 
@@ -201,58 +192,3 @@ def _line(text: str | Text, style: str = "", indent: int = 2) -> RenderableType:
     """A text that keeps its indentation where it is folded."""
     text = Text(text, style=style) if isinstance(text, str) else text
     return Padding(text, (0, 0, 0, indent), expand=False)
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def _at(backend: str) -> str:
-    return "by the board itself" if backend == "board" else f"on {backend}"
-
-
-def _first(items: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    rest = len(items) - SHOWN
-    return ", ".join(items[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _ops(ops: dict[str, int]) -> str:
-    """Ops without their namespace and overload, the most frequent first."""
-    short: Counter[str] = Counter()
-    for op, count in ops.items():
-        namespace, _, rest = op.partition(".")
-        inner = rest and namespace in ("aten", "prims")
-        short[rest.partition(".")[0] if inner else op.removeprefix("operator.")] += count
-    if len(short) > 1:
-        del short["getitem"]  # what takes one result of an op that has several
-    return _first(
-        [f"{name} ×{count}" if count > 1 else name for name, count in short.most_common()]
-    )
-
-
-def _fusions(fusions: Iterable[FusionReport]) -> str:
-    """Rewrites by name, with counts; those switched off are counted apart."""
-    applied = Counter(fusion.name for fusion in fusions if fusion.applied)
-    off = sum(not fusion.applied for fusion in fusions)
-    text = _first([f"{n} ×{c}" if c > 1 else n for n, c in applied.most_common()]) or "nothing"
-    return f"{text} ({off} switched off)" if off else text
-
-
-def _places(sources: Sequence[str]) -> list[str]:
-    """``file:line`` places by file, each with its range of lines."""
-    lines: dict[str, list[int]] = {}
-    for source in sources:
-        file, _, line = source.rpartition(":")
-        lines.setdefault(file, []).append(int(line))
-    places = []
-    for file, found in lines.items():
-        low, high = min(found), max(found)
-        places.append(f"{shorten(file)}:{low}" + (f"-{high}" if high > low else ""))
-    return places
-
-
-def shorten(text: str) -> str:
-    """Paths in a text as short as they stay clear: from here, or the end of an installed one's."""
-    text = text.replace(os.getcwd() + os.sep, "")
-    return re.sub(r"/\S*/(?:site|dist)-packages/(?:\S*/)?([^/\s]+/[^/\s]+)", r"\1", text)

@@ -1,0 +1,58 @@
+"""What reports tell of FX nodes beyond their names: values, modules, a graph's two ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard.report.data import GraphReport, InputReport
+
+
+def value_text(value: Any) -> str:
+    """A node's ``meta["val"]`` in words: ``float32[4, s0]``; "" where nothing is known.
+
+    Symbolic sizes are shown as symbols; nothing is guarded on. The device is told unless it is the
+    CPU.
+    """
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        sizes = ", ".join(map(str, value.shape))
+        device = "" if value.device.type == "cpu" else f" {value.device}"
+        return f"{kind}[{sizes}]{device}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(value_text(item) or 'None' for item in value)})"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return str(value)
+    return "" if value is None else f"{value!r:.80}"
+
+
+def module_path(node: Node) -> str:
+    """The innermost module of the user's that a node comes from, such as ``layers.0.mlp``.
+
+    Backward nodes name the module of the forward node that they are the backward of.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)  # L['self'].layers[0], also ['a']
+    names = [name for name in path.split(".") if name != "_modules"]
+    return ".".join(names[2:] if names[:1] == ["L"] else names)
+
+
+def describe_ends(graph: GraphModule, static: Collection[int], report: GraphReport) -> None:
+    """Note a graph's inputs and outputs.
+
+    :param static: positions of the inputs that are parameters and buffers.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    report.inputs = [
+        InputReport(node.name, value_text(node.meta.get("val")), position in static)
+        for position, node in enumerate(placeholders)
+    ]
+    (output,) = graph.graph.find_nodes(op="output")
+    report.outputs = tuple(node.name for node in output.all_input_nodes)
