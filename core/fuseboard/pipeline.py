@@ -27,6 +27,7 @@ from fuseboard.partition.joint import split_joint
 from fuseboard.partition.plan import check_plan, plan_by_priority
 from fuseboard.partition.regions import cut_regions
 from fuseboard.report.data import GraphReport, NodeReport, ledger
+from fuseboard.report.nodes import describe_ends, module_path, value_text
 
 Claims = dict[str, list[Claim | Decline]]
 
@@ -139,6 +140,7 @@ class Pipeline:
                 Site(cut, lowering.lower(cut, f"{report.name}.region{i}", len(cuts) == 1))
                 for i, cut in enumerate(cuts)
             ]
+        describe_ends(graph, roles.static if kind != "backward" else frozenset(), report)
         self._describe_nodes(graph, kept, plan, claims, sites, report)
         visible = roles.visible_outputs if kind == "forward" else None
         runner = Runner(graph, captured, kind, sites, list(kept), self.session, report, visible)
@@ -295,6 +297,9 @@ class Pipeline:
                         for name, reasons in declines.items()
                         if reasons.get(node.name)
                     },
+                    inputs=tuple(used.name for used in node.all_input_nodes),
+                    value=value_text(node.meta.get("val")),
+                    module=module_path(node),
                 )
             )
 
