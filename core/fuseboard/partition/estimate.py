@@ -14,13 +14,15 @@ from fuseboard import torch_internals
 FLOPS_PER_US = 50_000.0
 BYTES_PER_US = 10_000.0
 
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot"}
+
 
 def estimate_us(node: Node) -> float:
     """A roofline estimate of one eager call of a node, in microseconds; views cost nothing."""
     if is_free(node):
         return 0.0
     inputs = [used.meta.get("val") for used in node.all_input_nodes]
-    traffic = _bytes(node.meta.get("val")) + sum(_bytes(value) for value in inputs)
+    traffic = value_bytes(node.meta.get("val")) + sum(value_bytes(value) for value in inputs)
     return max(_flops(node) / FLOPS_PER_US, traffic / BYTES_PER_US)
 
 
@@ -45,9 +47,10 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _bytes(value: Any) -> float:
+def value_bytes(value: Any) -> float:
+    """The bytes of a fake value's elements, of several values together."""
     if isinstance(value, list | tuple):
-        return sum(_bytes(item) for item in value)
+        return sum(value_bytes(item) for item in value)
     if not isinstance(value, torch.Tensor):
         return 0.0
     return float(math.prod(sizes(value))) * value.element_size()
@@ -56,6 +59,24 @@ def _bytes(value: Any) -> float:
 def sizes(value: torch.Tensor) -> list[int]:
     """A fake tensor's sizes in the example that is being compiled."""
     return [torch_internals.size_hint(size) for size in value.shape]
+
+
+def is_contraction(node: Node) -> bool:
+    """Whether a node is a matrix product, a convolution or attention: a kernel of its own."""
+    name = getattr(node.target, "_opname", "")
+    return name in _PRODUCTS or "convolution" in name or "scaled_dot_product" in name
+
+
+def is_creation(node: Node) -> bool:
+    """Whether a node makes a tensor from constants and sizes alone, always the same one."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not node.is_impure()
+        and not any(_holds_tensor(used.meta.get("val")) for used in node.all_input_nodes)
+    )
 
 
 def _flops(node: Node) -> float:
@@ -71,7 +92,7 @@ def _flops(node: Node) -> float:
     if not isinstance(out, torch.Tensor) or not shapes:
         return 0.0
     numel = float(math.prod(sizes(out)))
-    if name in {"mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot"}:
+    if name in _PRODUCTS:
         factors = shapes[-2:] if len(shapes) > 1 else shapes
         return 2.0 * numel * factors[0][-1]
     if "convolution" in name and len(shapes) > 1:

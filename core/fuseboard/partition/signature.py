@@ -1,0 +1,64 @@
+"""A region's canonical hash: regions with equal ones are lowered once."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard import torch_internals
+from fuseboard.lower.codegen import target_name
+
+
+def signature(graph: GraphModule, backend: str, further: Sequence[Any]) -> str:
+    """A canonical hash: equal for regions that the same lowered code can serve.
+
+    It holds wiring, constants, and the metadata of every value; not names, not weights.
+    """
+    numbers: dict[Node, int] = {}
+    parts: list[str] = [backend, *map(str, further)]
+
+    def text(value: Any) -> str:
+        if isinstance(value, Node):
+            return f"%{numbers[value]}"
+        if isinstance(value, list | tuple):
+            return f"{type(value).__name__}({','.join(map(text, value))})"
+        if isinstance(value, dict):
+            return f"dict({','.join(f'{key}={text(item)}' for key, item in value.items())})"
+        return f"{type(value).__name__}:{value!r}"
+
+    for node in graph.graph.nodes:
+        numbers[node] = len(numbers)
+        if node.op == "get_attr":
+            target = _attribute_text(operator.attrgetter(str(node.target))(graph))
+        elif node.op == "placeholder":
+            target = ""
+        else:
+            target = target_name(node) if node.op == "call_function" else str(node.target)
+        arguments = "" if node.op == "placeholder" else text(node.args) + text(node.kwargs)
+        parts.append(f"{node.op} {target} {arguments} -> {_value_text(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"({','.join(map(_value_text, value))})"
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout == torch.strided else value.layout
+        offset = value.storage_offset() if value.layout == torch.strided else 0
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {strides} {offset}"
+    return repr(value)
+
+
+def _attribute_text(value: Any) -> str:
+    if isinstance(value, GraphModule):
+        return signature(value, "", ())
+    if isinstance(value, torch.Tensor):
+        with torch_internals.real_tensors():
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"{_value_text(value)} {hashlib.sha256(data).hexdigest()}"
+    return repr(value)

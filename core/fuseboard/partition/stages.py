@@ -1,0 +1,273 @@
+"""Which nodes may share a region: stages, in linear time, so that no region depends on itself.
+
+Nodes get a *place*: a stage, their backend, and the planned region that they belong to if any. A
+node's stage is as late as its latest input's, and one later where that input is at another place.
+Edges between regions then always lead to a later stage, so no region can depend on itself through
+another one. A planned region moves through the stages as one node.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from fuseboard.partition.estimate import is_creation
+
+#: Graphs of more regions than this aren't merged: looking at all pairs would take too long.
+MAX_MERGED_REGIONS = 256
+
+
+class Place(NamedTuple):
+    """Nodes at one place are one region.
+
+    :ivar planned: the number of the planned region; -1 for nodes that the board groups.
+    """
+
+    stage: int
+    backend: str
+    planned: int = -1
+
+
+def stage_nodes(
+    nodes: Sequence[Node],
+    placements: Mapping[str, str],
+    regions: Sequence[Sequence[str]] = (),
+    merge: bool = False,
+) -> dict[Node, Place]:
+    """The place of each placed node.
+
+    Draws of random numbers and ops with effects keep their order: each counts as an input of
+    the next one.
+
+    :param regions: the names of the nodes of each planned region.
+    :param merge: whether independent regions of one backend become one.
+    """
+    placed = [node for node in nodes if node.name in placements]
+    units = _units(placed, regions)
+    reads = _reads(placed)
+    places: dict[Node, Place] = {}
+    for unit in _ordered(placed, units, reads):
+        first = unit[0]
+        inside = set(unit)
+        backend, planned = placements[first.name], units[first]
+        stage = 0
+        for used in (used for node in unit for used in reads[node] if used not in inside):
+            place = places[used]
+            together = planned < 0 and place.planned < 0 and place.backend == backend
+            stage = max(stage, place.stage if together else place.stage + 1)
+        for node in unit:
+            places[node] = Place(stage, backend, max(planned, -1))
+    _sink(placed, reads, places)
+    _join_readers(placed, places)
+    if merge:
+        _merge(reads, places)
+    return places
+
+
+def contraction_cycle(nodes: Sequence[Node], regions: Sequence[Sequence[str]]) -> list[str]:
+    """Names of nodes that would depend on themselves, were each region a single node.
+
+    Empty where the regions can be cut. ``getitem`` follows what it takes an item of.
+    """
+    units = _units(nodes, regions)
+    reads = _reads(nodes)
+    done = {node for unit in _ordered(nodes, units, reads) for node in unit}
+    return [node.name for node in nodes if node not in done]
+
+
+def keeps_order(node: Node) -> bool:
+    """Whether a node draws random numbers or has effects, so that its order matters."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags or bool(node.is_impure())
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+# --- units: what moves through the stages together ----------------------------------------------
+
+
+def _units(nodes: Sequence[Node], regions: Sequence[Sequence[str]]) -> dict[Node, int]:
+    """The unit of each node: its planned region's number, else a negative one of its own."""
+    planned = {name: number for number, names in enumerate(regions) for name in names}
+    units: dict[Node, int] = {}
+    for place, node in enumerate(nodes):
+        if node.target is operator.getitem and node.args[0] in units:
+            units[node] = units[node.args[0]]  # type: ignore[index]
+        else:
+            units[node] = planned.get(node.name, -2 - place)
+    return units
+
+
+def _reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """What each node must come after: the placed nodes that it reads, and the draw before it."""
+    reads: dict[Node, list[Node]] = {}
+    last_ordered: Node | None = None
+    for node in nodes:
+        found = _placed_inputs(node, reads)
+        if keeps_order(node):
+            if last_ordered is not None:
+                found.append(last_ordered)
+            last_ordered = node
+        reads[node] = found
+    return reads
+
+
+def _placed_inputs(node: Node, placed: Mapping[Node, object]) -> list[Node]:
+    """The placed nodes that a node reads, looking through the board's own nodes."""
+    found: list[Node] = []
+    for used in node.all_input_nodes:
+        if used in placed:
+            found.append(used)
+        elif used.op == "call_function":
+            found.extend(_placed_inputs(used, placed))
+    return found
+
+
+def _ordered(
+    nodes: Sequence[Node], units: Mapping[Node, int], reads: Mapping[Node, Sequence[Node]]
+) -> Iterable[list[Node]]:
+    """The units in an order in which they can run; without those on a cycle and behind it."""
+    members: dict[int, list[Node]] = {}
+    for node in nodes:
+        members.setdefault(units[node], []).append(node)
+    if all(unit < 0 for unit in members):
+        return members.values()  # nodes in graph order, and what they made
+    waiting = dict.fromkeys(members, 0)
+    followers: dict[int, list[int]] = {}
+    for node in nodes:
+        for used in reads[node]:
+            if units[used] != units[node]:
+                waiting[units[node]] += 1
+                followers.setdefault(units[used], []).append(units[node])
+    rank = {unit: number for number, unit in enumerate(members)}
+    ready = [(rank[unit], unit) for unit, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, unit = heapq.heappop(ready)
+        ordered.append(members[unit])
+        for follower in followers.get(unit, ()):
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (rank[follower], follower))
+    return ordered
+
+
+# --- moving what is free to move ----------------------------------------------------------------
+
+
+def _sink(
+    nodes: Sequence[Node], reads: Mapping[Node, Sequence[Node]], places: dict[Node, Place]
+) -> None:
+    """Move nodes to the region of their first reader, where edges still lead to later stages.
+
+    A weight's transpose or cast then lies in the region that uses it, where it can be hoisted
+    with it, and repeated blocks look alike. What keeps its order, and what depends on such a
+    node, stays where it is.
+    """
+    fixed: set[Node] = set()
+    readers: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for used in reads[node]:
+            readers.setdefault(used, []).append(node)
+        if keeps_order(node) or any(used in fixed for used in reads[node]):
+            fixed.add(node)
+    for node in reversed(nodes):
+        users = readers.get(node, ())
+        own = places[node]
+        if node in fixed or own.planned >= 0 or node.target is operator.getitem:
+            continue
+        if not users or any(user.target is operator.getitem for user in users):
+            continue
+        homes = [places[user] for user in users]
+        stage = min(
+            home.stage if home.backend == own.backend and home.planned < 0 else home.stage - 1
+            for home in homes
+        )
+        if Place(stage, own.backend) in homes:
+            places[node] = Place(stage, own.backend)
+
+
+def _join_readers(nodes: Sequence[Node], places: dict[Node, Place]) -> None:
+    """Move tensors made of constants into the first region that reads them; others get copies."""
+    for node in reversed(nodes):
+        if not is_creation(node) or places[node].planned >= 0:
+            continue
+        users = [places[user] for user in node.users if user in places]
+        alone = all(user in places or user.op == "output" for user in node.users)
+        if users and alone and all(user.backend == places[node].backend for user in users):
+            places[node] = min(users)
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+def _merge(reads: Mapping[Node, Sequence[Node]], places: dict[Node, Place]) -> None:
+    """Make one region of regions of one backend where no third one stands between them."""
+    regions = sorted(set(places.values()))
+    if len(regions) > MAX_MERGED_REGIONS:
+        return
+    number = {place: i for i, place in enumerate(regions)}
+    before: list[set[int]] = [set() for _ in regions]
+    for node, place in places.items():
+        before[number[place]].update(number[places[used]] for used in reads[node])
+    for i, earlier in enumerate(before):
+        earlier.discard(i)
+    home = list(range(len(regions)))
+    for later, place in enumerate(regions):
+        if place.planned >= 0:
+            continue
+        for earlier in range(later):
+            if home[earlier] != earlier or regions[earlier].planned >= 0:
+                continue
+            same = regions[earlier].backend == place.backend
+            if same and not _between(earlier, later, before):
+                home[later] = earlier
+                before[earlier] |= before[later] - {earlier}
+                for others in before:
+                    if later in others:
+                        others.discard(later)
+                        others.add(earlier)
+                before[earlier].discard(earlier)
+                before[later] = set()
+                break
+    order = _topological({i: before[i] for i in range(len(regions)) if home[i] == i})
+    for node, place in places.items():
+        kept = home[number[place]]
+        places[node] = regions[kept]._replace(stage=order[kept])
+
+
+def _between(one: int, other: int, before: Sequence[set[int]]) -> bool:
+    """Whether a path leads from one region to another, either way, through a third."""
+    for start, goal in ((other, one), (one, other)):
+        pending = [i for i in before[start] if i != goal]
+        seen = set(pending)
+        while pending:
+            at = pending.pop()
+            if goal in before[at]:
+                return True
+            fresh = before[at] - seen
+            seen |= fresh
+            pending.extend(fresh)
+    return False
+
+
+def _topological(before: Mapping[int, set[int]]) -> dict[int, int]:
+    """A number for each region, larger than those of the regions before it."""
+    order: dict[int, int] = {}
+    pending = list(before)
+    while pending:
+        left = []
+        for region in pending:
+            if all(other in order for other in before[region]):
+                order[region] = len(order)
+            else:
+                left.append(region)
+        assert len(left) < len(pending), "merging made a cycle"
+        pending = left
+    return order
