@@ -413,6 +413,7 @@ def test_the_board_of_the_process_has_what_is_installed():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     states = {s["name"]: s["state"] for s in json.loads(out.stdout)}
+    assert states.pop("cudagraphs") == ("ready" if torch.cuda.is_available() else "unavailable")
     assert states == dict.fromkeys(["mkldnn", "inductor", "eager", "defaults"], "ready")
 
 

@@ -182,12 +182,18 @@ def test_only_the_last_mode_counts():
         assert resolve(mode="default").plugins == {}
 
 
-def test_reduce_overhead_is_refused_with_the_reason():
-    """CUDA graphs aren't there yet: the mode that stands for them isn't accepted in silence."""
-    text = message(mode="reduce-overhead")
-    assert "CUDA graphs" in text
-    assert "aren't part of this release" in text
+def test_reduce_overhead_turns_cuda_graphs_on():
+    """As an option that a single one given beside it can turn off."""
+    assert resolve(mode="reduce-overhead").plugins == {"cudagraphs": {"enabled": True}}
+    options = {"mode": "reduce-overhead", "plugins.cudagraphs.enabled": False}
+    assert resolve(options).plugins == {"cudagraphs": {"enabled": False}}
+
+
+def test_an_unknown_mode_is_refused():
+    """The message names the modes and where it was set."""
+    text = message(mode="reduce-overheads")
     assert all(repr(mode) in text for mode in PRESETS)
+    assert "Did you mean 'reduce-overhead'?" in text
     assert "torch.compile(mode=)" in text
 
 

@@ -41,6 +41,8 @@ class BackendInfo:
     :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
     :ivar available: False with a ``reason`` that says what to install or change.
     :ivar fingerprint: changes whenever the code that it makes may change.
+    :ivar wraps_only: it runs no ops itself but wraps what other backends lowered
+        (``fuseboard_wrap``); it isn't in the order of backends.
     :ivar options: a pydantic model of ``[tool.fuseboard.plugins.NAME]``; None means no options.
     """
 
@@ -53,6 +55,7 @@ class BackendInfo:
     compiles_quickly: bool = False
     available: bool = True
     reason: str = ""
+    wraps_only: bool = False
     fingerprint: str = ""
     options: type[Any] | None = None
 

@@ -156,6 +156,27 @@ def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion | No
 # --- profile ------------------------------------------------------------------------------------
 
 
+@hookspec
+def fuseboard_wrap(
+    lowered: LoweredRegion,
+    region: Region,
+    options: Any,
+    tell: Callable[[str | BaseException], None],
+) -> LoweredRegion | None:
+    """Put something around a region that another backend lowered, such as a CUDA graph.
+
+    Called once per signature, right after ``fuseboard_lower``, on every plugin that implements it,
+    in order; each is given what the one before it made. The region keeps its backend.
+    ``region.graph`` is the graph that was lowered and must not be changed; its placeholders are the
+    inputs of ``lowered.call``, whose contract holds for the answer's call as well. ``options`` are
+    this plugin's own. ``tell`` may be called at any time, in calls of the region too: a text
+    becomes a note of the region, an exception that the wrapper contained becomes a trip (and is
+    raised as a RegionError if the policy says so); the wrapper then calls ``lowered.call``. None
+    means that the region stays as it is; to say why, answer with the same call and a note. A hook
+    that fails trips, and the region runs without it.
+    """
+
+
 @hookspec(firstresult=True)
 def fuseboard_verify(
     region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]

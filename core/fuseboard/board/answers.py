@@ -81,6 +81,16 @@ def _strange(names: Any, known: set[str]) -> Problems:
 # --- one checker a hook -------------------------------------------------------------------------
 
 
+_FLAGS = (
+    "training",
+    "dynamic_shapes",
+    "bakes_constants",
+    "compiles_quickly",
+    "wraps_only",
+    "available",
+)
+
+
 def _backend(answer: Any, arguments: Arguments) -> Problems:
     if not isinstance(answer, BackendInfo):
         yield "it isn't a BackendInfo"
@@ -91,7 +101,7 @@ def _backend(answer: Any, arguments: Arguments) -> Problems:
         yield from _is(answer.dtypes, (frozenset, set), "dtypes")
         for dtype in answer.dtypes if isinstance(answer.dtypes, (frozenset, set)) else ():
             yield from _is(dtype, torch.dtype, "an item of dtypes")
-    for flag in ("training", "dynamic_shapes", "bakes_constants", "compiles_quickly", "available"):
+    for flag in _FLAGS:
         yield from _is(getattr(answer, flag), bool, flag)
     yield from _is(answer.reason, str, "reason")
     yield from _is(answer.fingerprint, str, "fingerprint")
@@ -222,3 +232,4 @@ _CHECKERS: dict[str, tuple[str, Callable[[Any, Arguments], Problems]]] = {
     "fuseboard_on_failure": ("'raise', 'next' or 'eager'", _action),
     "fuseboard_event": ("nothing", _nothing),
 }
+    "fuseboard_wrap": ("a LoweredRegion", _lowered),

@@ -25,6 +25,7 @@ STAGE_OF = {
     "fuseboard_plan": "partition",
     "fuseboard_fuse": "fuse",
     "fuseboard_lower": "lower",
+    "fuseboard_wrap": "lower",
     "fuseboard_verify": "profile",
     "fuseboard_measure": "profile",
     "fuseboard_on_failure": "failure",
@@ -87,6 +88,11 @@ class Entry:
     @property
     def info(self) -> BackendInfo | None:
         return self.examined.info if self.examined else None
+
+    @property
+    def backend(self) -> BackendInfo | None:
+        """What has a place in the order of backends: not what only wraps others' regions."""
+        return None if self.info is None or self.info.wraps_only else self.info
 
 
 def in_default_order(infos: Iterable[BackendInfo]) -> list[BackendInfo]:

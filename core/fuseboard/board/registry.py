@@ -210,7 +210,8 @@ class Board:
             self._load(settings.block, settings.hook_limit_s)
             states = [self._state(entry.state, settings) for entry in self._entries.values()]
             states += [p.state("blocked", _blocked(settings)) for p in self._discover().values()]
-            backends = [entry.info for entry in self._entries.values() if entry.info is not None]
+            known = [entry.backend for entry in self._entries.values()]
+            backends = [info for info in known if info is not None]
             order = {info.name: place for place, info in enumerate(in_default_order(backends))}
             order |= {name: place - 10_000 for place, name in enumerate(settings.backends or ())}
             states.sort(key=lambda s: (s.state == "quarantined", order.get(s.name, 10_000), s.name))

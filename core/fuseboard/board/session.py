@@ -75,7 +75,7 @@ class Session:
     # --- which plugins --------------------------------------------------------------------------
 
     def _choose_backends(self) -> list[BackendInfo]:
-        infos = {name: e.info for name, e in self._entries.items() if e.info is not None}
+        infos = {name: e.backend for name, e in self._entries.items() if e.backend is not None}
         named = self.settings.backends
         if named is None:
             ready = [i for name, i in infos.items() if self._states[name].state == "ready"]
@@ -100,7 +100,7 @@ class Session:
             state = self._require(name, where)
             if state.state != "ready":
                 out[name] = f"{name!r} is {state.state}: {state.reason}"
-            elif self._entries[name].info is None:
+            elif self._entries[name].backend is None:
                 raise SettingsError(
                     f"{where}: plugin {name!r} has no backend, it takes part in other stages "
                     f"({', '.join(state.stages)}) and does so without being named. Leave it out."
@@ -143,7 +143,7 @@ class Session:
         others = [
             name
             for name, entry in self._entries.items()
-            if entry.info is None and self._states[name].state == "ready"
+            if entry.backend is None and self._states[name].state == "ready"
         ]
         return (*active, *sorted(others, key=lambda name: name == "defaults"))
 
@@ -188,6 +188,12 @@ class Session:
     def _override(self, stage: str, target: str) -> str | Override:
         """What a stage override means: a plugin's name, or a function of the user's."""
         where = self._where(f"stages.{stage}", target)
+            state = self._states[name]
+            if state.state != "ready":
+                self.notes.append(
+                    f"plugins.{name}, set in {origin}, does nothing: {name!r} is {state.state}: "
+                    f"{state.reason}"
+                )
         hook = f"fuseboard_{stage}"
         if ":" in target:
             return load_override(target, where, ARGUMENTS[hook])

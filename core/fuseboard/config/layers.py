@@ -153,11 +153,6 @@ def _problem(loc: tuple[int | str, ...], values: Mapping[str, Any], source: RawS
     if field in TABLES and isinstance(value, dict) and len(loc) > 1:
         key, value = f"{field}.{loc[1]}", value.get(loc[1])
     where = _set_in(source, key)
-    if field == "mode" and value == "reduce-overhead":
-        return (
-            "mode = 'reduce-overhead': CUDA graphs, which this mode stands for, aren't part of "
-            f"this release. Modes are {', '.join(map(repr, PRESETS))}. {where}"
-        )
     info = Settings.model_fields[field]
     extra = info.json_schema_extra
     allowed = extra["allowed"] if isinstance(extra, dict) else ""

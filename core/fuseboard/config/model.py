@@ -20,6 +20,7 @@ STAGES = ("measure", "on_failure", "partition_joint", "plan", "verify")
 #: What ``mode`` selects: an overlay just below the source that chose it.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
+    "reduce-overhead": {"plugins": {"cudagraphs": {"enabled": True}}},
     "max-autotune": {"plugins": {"inductor": {"max_autotune": True}}},
     "max-autotune-no-cudagraphs": {"plugins": {"inductor": {"max_autotune": True}}},
 }
@@ -61,7 +62,9 @@ class Settings(BaseModel):
         "'raise', 'next', 'eager'",
         "What follows a plugin's failure: raise it, try the next backend, or run eager.",
     )
-    mode: Literal["default", "max-autotune", "max-autotune-no-cudagraphs"] = _setting(
+    mode: Literal[
+        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = _setting(
         "default",
         ", ".join(map(repr, PRESETS)),
         "A preset of other settings, as in torch.compile(mode=...).",

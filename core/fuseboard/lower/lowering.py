@@ -15,13 +15,14 @@ from torch.fx import Graph, GraphModule, Node
 from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, GraphKind, LoweredRegion, Region
-from fuseboard.errors import LoweringError
+from fuseboard.errors import LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut, signature
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
 
@@ -123,6 +124,8 @@ class Lowering:
             )
             try:
                 lowered = self._lower_on(attempt, report)
+            except RegionError:  # a wrapper's; the policy is to raise
+                raise
             except Exception as error:  # a plugin may raise anything; the policy decides
                 following = candidates[position + 1 :]
                 action = decide(self.session, region.name, backend, "lower", error)
@@ -164,6 +167,8 @@ class Lowering:
             report.hoisted = hoisted.values
         final = dataclasses.replace(region, graph=graph, static_inputs=static)
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        wrapped = bool(session.with_hook("fuseboard_wrap"))
+        shown = dataclasses.replace(final, graph=copy_graph(graph)) if wrapped else final
         with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
             answer: LoweredRegion | None = session.call(
                 "fuseboard_lower", backend, region=final, inputs=inputs
@@ -171,6 +176,7 @@ class Lowering:
         if answer is None:
             raise LoweringError(f"{backend} declined the region when it was to be lowered")
         report.notes.extend(answer.notes)
+        answer = wrap_region(answer, shown, region, session, self.report, report)
         if hoisted is None:
             return Lowered(region, answer.call, keeps)
         prepare = boxed_function(hoisted.prepare, f"{region.name}.prepare")
