@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from fuseboard.lower.eager import lower_eagerly
     from fuseboard.lower.weights import refresh
     from fuseboard.partition.claims import claim_nodes
-    from fuseboard.partition.marks import memory_budget
+    from fuseboard.partition.marks import memory_budget, prefer
+    from fuseboard.partition.patterns import claim_patterns
     from fuseboard.profile.measure import measure
     from fuseboard.report.data import GraphReport
     from fuseboard.report.explain import Explanation, explain, last_report
@@ -76,7 +77,8 @@ _HOMES = {
     "fuseboard.lower.eager": ("lower_eagerly",),
     "fuseboard.lower.weights": ("refresh",),
     "fuseboard.partition.claims": ("claim_nodes",),
-    "fuseboard.partition.marks": ("memory_budget",),
+    "fuseboard.partition.marks": ("memory_budget", "prefer"),
+    "fuseboard.partition.patterns": ("claim_patterns",),
     "fuseboard.profile.measure": ("measure",),
     "fuseboard.report.data": ("GraphReport",),
     "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
@@ -106,6 +108,7 @@ __all__ = [
     "Trip",
     "Verdict",
     "claim_nodes",
+    "claim_patterns",
     "decompose",
     "explain",
     "hookimpl",
@@ -113,6 +116,7 @@ __all__ = [
     "lower_eagerly",
     "measure",
     "memory_budget",
+    "prefer",
     "refresh",
     "register",
     "settings",

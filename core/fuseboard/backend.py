@@ -14,6 +14,7 @@ from fuseboard.board import Session, board
 from fuseboard.config import resolve
 from fuseboard.contracts import Boxed
 from fuseboard.errors import LoweringError, PluginError
+from fuseboard.partition.pins import Pins
 from fuseboard.pipeline import Pipeline
 from fuseboard.report.data import ledger
 
@@ -52,7 +53,8 @@ class _Capture:
     def __init__(self, session: Session, graph: GraphModule) -> None:
         self.session = session
         self.graph = graph
-        self.pipeline = Pipeline(session, torch_internals.frame_name())
+        pins = Pins(session, graph, torch_internals.frame_scope())
+        self.pipeline = Pipeline(session, torch_internals.frame_name(), pins)
         self._mutated: frozenset[int] | None = frozenset()
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:

@@ -22,6 +22,8 @@ Random = Literal["eager", "fast"]
 JointPolicy = Literal["min_cut", "default", "recompute_all"]
 #: The solvers of ``torch._functorch.config.activation_memory_budget_solver``.
 Knapsack = Literal["dp", "greedy", "ilp"]
+#: How a node's backend is chosen.
+Policy = Literal["priority"]
 #: Whether repeated blocks become regions that share code.
 Repeats = Literal["auto", "always", "never"]
 
@@ -39,10 +41,10 @@ class BackendInfo:
     :ivar dynamic_shapes: its regions may have symbolic sizes.
     :ivar bakes_constants: lowered code holds the *values* of static inputs.
     :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
-    :ivar available: False with a ``reason`` that says what to install or change.
-    :ivar fingerprint: changes whenever the code that it makes may change.
     :ivar wraps_only: it runs no ops itself but wraps what other backends lowered
         (``fuseboard_wrap``); it isn't in the order of backends.
+    :ivar available: False with a ``reason`` that says what to install or change.
+    :ivar fingerprint: changes whenever the code that it makes may change.
     :ivar options: a pydantic model of ``[tool.fuseboard.plugins.NAME]``; None means no options.
     """
 
@@ -53,9 +55,9 @@ class BackendInfo:
     dynamic_shapes: bool = False
     bakes_constants: bool = False
     compiles_quickly: bool = False
+    wraps_only: bool = False
     available: bool = True
     reason: str = ""
-    wraps_only: bool = False
     fingerprint: str = ""
     options: type[Any] | None = None
 
@@ -68,10 +70,13 @@ class Claim:
     :ivar native: those among ``nodes`` that this backend runs *better than eager*; the others are
         carried along so that the stretch isn't cut. A claim whose native part is small against
         the whole loses to a backend that would run all of it natively.
+    :ivar together: the nodes are taken all or none, and in one region: a pattern, or a whole
+        subgraph. Claims of one backend that overlap are taken in order, as far as they still can.
     """
 
     nodes: frozenset[str]
     native: frozenset[str]
+    together: bool = False
 
 
 @dataclass(frozen=True)

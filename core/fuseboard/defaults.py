@@ -22,6 +22,7 @@ from fuseboard.contracts import (
     Knapsack,
     Measurement,
     Plan,
+    Policy,
     Region,
     Repeats,
     Verdict,
@@ -57,15 +58,16 @@ def fuseboard_plan(
     claims: dict[str, list[Claim | Decline]],
     backends: Sequence[BackendInfo],
     pins: Mapping[str, str],
+    policy: Policy,
     min_region_us: float,
     merge_regions: bool,
     repeats: Repeats,
 ) -> Plan:
-    """Place nodes by priority."""
-    from fuseboard.partition.plan import plan_by_priority
+    """Place nodes by the policy."""
+    from fuseboard.partition.plan import make_plan
 
-    return plan_by_priority(
-        graph, kind, claims, backends, pins, min_region_us, merge_regions, repeats
+    return make_plan(
+        policy, graph, kind, claims, backends, pins, min_region_us, merge_regions, repeats
     )
 
 

@@ -36,6 +36,11 @@ class PluginError(FuseboardError):
         self.problem = problem
         super().__init__(f"plugin {plugin!r}, hook {hook}: {problem}")
 
+    def add(self, sentence: str) -> None:
+        """Say more than was known where it was raised."""
+        self.problem += f" {sentence}"
+        self.args = (f"plugin {self.plugin!r}, hook {self.hook}: {self.problem}",)
+
 
 class HookTimeout(PluginError):
     """A hook didn't answer within ``hook_limit_s``."""

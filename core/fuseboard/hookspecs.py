@@ -27,6 +27,7 @@ from fuseboard.contracts import (
     LoweredRegion,
     Measurement,
     Plan,
+    Policy,
     Random,
     Region,
     Repeats,
@@ -125,6 +126,7 @@ def fuseboard_plan(
     claims: dict[str, list[Claim | Decline]],
     backends: Sequence[BackendInfo],
     pins: Mapping[str, str],
+    policy: Policy,
     min_region_us: float,
     merge_regions: bool,
     repeats: Repeats,
@@ -134,6 +136,7 @@ def fuseboard_plan(
     ``claims`` and ``backends`` are in order of priority; the last backend is always ``eager``,
     which claims everything. ``pins`` maps nodes to the backends that the user wants for them, where
     these claim them: a plan must follow it. The further arguments are the settings of those names.
+    Nodes that a backend claims ``together`` only are placed on it all or none, in one region.
     The answer must be the same on every rank: it may depend on the arguments only.
     """
 
@@ -151,9 +154,6 @@ def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion | No
 
     :raises LoweringError: the plugin claimed the region but can't compile it.
     """
-
-
-# --- profile ------------------------------------------------------------------------------------
 
 
 @hookspec
@@ -175,6 +175,9 @@ def fuseboard_wrap(
     means that the region stays as it is; to say why, answer with the same call and a note. A hook
     that fails trips, and the region runs without it.
     """
+
+
+# --- profile ------------------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)

@@ -22,9 +22,11 @@ from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.lowering import Lowering, copy_graph, source_line
 from fuseboard.lower.runner import Runner, Site
 from fuseboard.partition.board_nodes import board_nodes
-from fuseboard.partition.claims import why_unsupported
+from fuseboard.partition.claims import arbitrate, why_unsupported
 from fuseboard.partition.joint import split_joint
-from fuseboard.partition.plan import check_plan, plan_by_priority
+from fuseboard.partition.pins import Pins, Wishes
+from fuseboard.partition.plan import make_plan
+from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.regions import cut_regions
 from fuseboard.report.data import GraphReport, NodeReport, ledger
 from fuseboard.report.nodes import describe_ends, module_path, value_text
@@ -40,11 +42,13 @@ class Pipeline:
     """The stages for the graphs of one call of the backend, under one snapshot of settings.
 
     :param frame: names the user's function in reports.
+    :param pins: what the user wants where.
     """
 
-    def __init__(self, session: Session, frame: str) -> None:
+    def __init__(self, session: Session, frame: str, pins: Pins | None = None) -> None:
         self.session = session
         self.frame = frame
+        self.pins = pins or Pins(session)
         # What tripped before there was a graph: told in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -119,9 +123,14 @@ class Pipeline:
                 graph = self._fuse_graph(graph, kind, report, counter)
         with _timed(report, "partition"):
             kept = board_nodes(graph)
-            claims = self._claims(graph, kind, kept, report)
-            plan = self._plan(graph, kind, claims, report)
-            cuts = cut_regions(graph, plan.placements, list(kept))
+            wanted = self.pins.of(_placed(graph, kept))
+            claims = self._claims(graph, kind, kept, wanted.excluded, report)
+            wishes = wanted.resolve(claims)
+            report.notes.extend(wishes.notes)
+            plan = self._plan(graph, kind, kept, claims, wishes, report)
+            merge = self.session.settings.merge_regions
+            cuts = cut_regions(graph, plan.placements, list(kept), plan.regions, merge)
+            report.notes.extend(plan.notes)
         placed = dict(Counter(cut.backend for cut in cuts))
         self._notify("plan", report, report.seconds["partition"], regions=placed)
         placeholders = graph.graph.find_nodes(op="placeholder")
@@ -141,7 +150,7 @@ class Pipeline:
                 for i, cut in enumerate(cuts)
             ]
         describe_ends(graph, roles.static if kind != "backward" else frozenset(), report)
-        self._describe_nodes(graph, kept, plan, claims, sites, report)
+        self._describe_nodes(graph, kept, plan, wishes, claims, sites, report)
         visible = roles.visible_outputs if kind == "forward" else None
         runner = Runner(graph, captured, kind, sites, list(kept), self.session, report, visible)
         total_s = sum(report.seconds.values())
@@ -178,14 +187,15 @@ class Pipeline:
         return graph
 
     def _claims(
-        self, graph: GraphModule, kind: GraphKind, kept: Mapping[Node, str], report: GraphReport
+        self,
+        graph: GraphModule,
+        kind: GraphKind,
+        kept: Mapping[Node, str],
+        excluded: Mapping[str, Mapping[str, str]],
+        report: GraphReport,
     ) -> Claims:
-        """Each backend's answers, less what the board declines on its behalf."""
-        nodes = {
-            node.name: node
-            for node in graph.graph.nodes
-            if node.op == "call_function" and node not in kept
-        }
+        """Each backend's answers, less what the board or the user declines on its behalf."""
+        nodes = {node.name: node for node in _placed(graph, kept)}
         claims: Claims = {}
         for info in self.session.backends:
             answers: list[Claim | Decline] = []
@@ -206,11 +216,18 @@ class Pipeline:
                 except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
             refused = {name: why_unsupported(info, node) for name, node in nodes.items()}
-            claims[info.name] = _arbitrated(answers, {n: r for n, r in refused.items() if r}, nodes)
+            refused.update(excluded.get(info.name, {}))
+            claims[info.name] = arbitrate(answers, {n: r for n, r in refused.items() if r}, nodes)
         return claims
 
     def _plan(
-        self, graph: GraphModule, kind: GraphKind, claims: Claims, report: GraphReport
+        self,
+        graph: GraphModule,
+        kind: GraphKind,
+        kept: Mapping[Node, str],
+        claims: Claims,
+        wishes: Wishes,
+        report: GraphReport,
     ) -> Plan:
         """The plan hook's answer, checked; the default's where it breaks a rule."""
         settings = self.session.settings
@@ -219,7 +236,8 @@ class Pipeline:
             "kind": kind,
             "claims": claims,
             "backends": self.session.backends,
-            "pins": {},
+            "pins": wishes.pins,
+            "policy": settings.policy,
             "min_region_us": settings.min_region_us,
             "merge_regions": settings.merge_regions,
             "repeats": settings.repeats,
@@ -229,12 +247,15 @@ class Pipeline:
             who, plan = self.session.first(
                 "fuseboard_plan", **{**arguments, "graph": copy_graph(graph)}
             )
-            check_plan(plan, claims, who)
+            PlanCheck(_placed(graph, kept), claims, wishes.pins, self.pins.paths, who)(plan)
             return plan  # type: ignore[no-any-return]
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "") or who
+            where = self.session.override_origin("plan", plugin)
+            if where and isinstance(error, PluginError):
+                error.add(f"It decides the plan by {where}.")
             self._tripped(report, plugin, "plan", error, "the default plan")
-            return plan_by_priority(**arguments)
+            return make_plan(**arguments)
 
     def _tripped(
         self, report: GraphReport, plugin: str, stage: Stage, error: Exception, instead: str
@@ -265,6 +286,7 @@ class Pipeline:
         graph: GraphModule,
         kept: Mapping[Node, str],
         plan: Plan,
+        wishes: Wishes,
         claims: Claims,
         sites: Sequence[Site],
         report: GraphReport,
@@ -280,7 +302,8 @@ class Pipeline:
             if node in kept:
                 backend, region, reason = "board", "", kept[node]
             else:
-                region, reason = homes[node].lowered.region.name, plan.reasons[node.name]
+                region = homes[node].lowered.region.name
+                reason = wishes.reason(node.name, plan.reasons[node.name])
                 backend = homes[node].lowered.region.backend
                 if backend != plan.placements[node.name]:
                     reason = f"{plan.placements[node.name]} tripped"
@@ -304,20 +327,9 @@ class Pipeline:
             )
 
 
-def _arbitrated(
-    answers: Sequence[Claim | Decline], refused: Mapping[str, str], nodes: Mapping[str, Node]
-) -> list[Claim | Decline]:
-    """Claims without nodes that the board refuses or that aren't there, and all the declines."""
-    result: list[Claim | Decline] = []
-    for answer in answers:
-        if isinstance(answer, Claim):
-            allowed = frozenset(n for n in answer.nodes if n in nodes and n not in refused)
-            if allowed:
-                result.append(Claim(allowed, answer.native & allowed))
-        elif answer.node in nodes and answer.node not in refused:
-            result.append(answer)
-    result.extend(Decline(name, reason) for name, reason in refused.items())
-    return result
+def _placed(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:
+    """The nodes that backends may run."""
+    return [n for n in graph.graph.nodes if n.op == "call_function" and n not in kept]
 
 
 def _claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:

@@ -74,7 +74,7 @@ def _node_names(arguments: Arguments) -> set[str]:
 
 
 def _strange(names: Any, known: set[str]) -> Problems:
-    for name in sorted(set(names) - known):
+    for name in sorted(set(names) - known, key=str):
         yield f"node {name!r} isn't in the graph"
 
 
@@ -162,6 +162,7 @@ def _claims(answer: Any, arguments: Arguments) -> Problems:
         for part, names in (("nodes", item.nodes), ("native", item.native)):
             yield from _names(names, (frozenset, set), part)
             yield from _strange(names, known)
+        yield from _is(item.together, bool, "together")
         for name in sorted(item.native - item.nodes):
             yield f"a Claim's native node {name!r} isn't among its nodes"
 
@@ -179,11 +180,22 @@ def _plan(answer: Any, arguments: Arguments) -> Problems:
             return
         yield from _names(list(table.values()), list, what)
         yield from _strange(table, known)
+    yield from _groups(answer.regions, known)
+    yield from _names(answer.notes, tuple, "notes")
     for node, backend in answer.placements.items():
         if backend not in backends:
             yield f"node {node!r} is placed on {backend!r}, not on one of {sorted(backends)}"
         if node not in answer.reasons:
             yield f"node {node!r} has no reason"
+
+
+def _groups(regions: Any, known: set[str]) -> Problems:
+    yield from _is(regions, tuple, "regions")
+    for number, region in enumerate(regions):
+        yield from _names(region, tuple, f"regions[{number}]")
+        yield from _strange(region, known)
+        if not region:
+            yield f"regions[{number}] is empty"
 
 
 def _lowered(answer: Any, arguments: Arguments) -> Problems:
@@ -227,9 +239,9 @@ _CHECKERS: dict[str, tuple[str, Callable[[Any, Arguments], Problems]]] = {
     "fuseboard_claim": ("a list of Claims and Declines about nodes of the graph", _claims),
     "fuseboard_plan": ("a Plan with a backend and a reason for each node", _plan),
     "fuseboard_lower": ("a LoweredRegion", _lowered),
+    "fuseboard_wrap": ("a LoweredRegion", _lowered),
     "fuseboard_verify": ("a Verdict", _verdict),
     "fuseboard_measure": ("a list with one Measurement a call", _measurements),
     "fuseboard_on_failure": ("'raise', 'next' or 'eager'", _action),
     "fuseboard_event": ("nothing", _nothing),
 }
-    "fuseboard_wrap": ("a LoweredRegion", _lowered),

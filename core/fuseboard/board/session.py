@@ -67,6 +67,7 @@ class Session:
         self.eager_is_fallback_only = "eager" not in (settings.backends or ("eager",))
         self._order = self._all_in_order()
         self._options = self._given_options()
+        self._check_pins()
         self._overrides = {
             f"fuseboard_{stage}": self._override(stage, target)
             for stage, target in settings.stages.items()
@@ -158,6 +159,23 @@ class Session:
                 near = nearest(name, self._states)
                 self.notes.append(f"{where}: no plugin named {name!r} is installed.{near}")
 
+    def _check_pins(self) -> None:
+        """What ``pin`` and ``exclude`` name must be a backend that can run here."""
+        settings = self.settings
+        named: list[tuple[str, Any, str]] = [
+            (f"pin.{pattern}", name, name) for pattern, name in settings.pin.items()
+        ]
+        named += [(f"exclude.{name}", list(own), name) for name, own in settings.exclude.items()]
+        for key, value, name in named:
+            where = self._where(key, value)
+            state = self._require(name, where)
+            if state.state != "ready":
+                raise SettingsError(f"{where}: {name!r} is {state.state}: {state.reason}")
+            if self._entries[name].backend is None:
+                raise SettingsError(f"{where}: plugin {name!r} has no backend.")
+            if key == "exclude.eager":
+                raise SettingsError(f"{where}: 'eager' takes what no other backend does.")
+
     # --- options and overrides ------------------------------------------------------------------
 
     def _given_options(self) -> dict[str, Any]:
@@ -171,6 +189,12 @@ class Session:
                 raise SettingsError(
                     f"plugins.{name}: no plugin named {name!r}.{nearest(name, self._states)} "
                     f"Installed: {', '.join(sorted(self._states))}. Set in {origin}."
+                )
+            state = self._states[name]
+            if state.state != "ready":
+                self.notes.append(
+                    f"plugins.{name}, set in {origin}, does nothing: {name!r} is {state.state}: "
+                    f"{state.reason}"
                 )
             entry = self._entries.get(name)
             if entry is not None and entry.examined is not None:
@@ -188,12 +212,6 @@ class Session:
     def _override(self, stage: str, target: str) -> str | Override:
         """What a stage override means: a plugin's name, or a function of the user's."""
         where = self._where(f"stages.{stage}", target)
-            state = self._states[name]
-            if state.state != "ready":
-                self.notes.append(
-                    f"plugins.{name}, set in {origin}, does nothing: {name!r} is {state.state}: "
-                    f"{state.reason}"
-                )
         hook = f"fuseboard_{stage}"
         if ":" in target:
             return load_override(target, where, ARGUMENTS[hook])
@@ -213,6 +231,11 @@ class Session:
                 f"{', '.join(able) or 'none'}."
             )
         return target
+
+    def override_origin(self, stage: str, who: str) -> str:
+        """Where ``who`` was made to decide a stage; "" if no setting names it."""
+        named = self.settings.stages.get(stage) == who
+        return self._where(f"stages.{stage}", who) if named else ""
 
     def implements(self, plugin: str, hook: str) -> bool:
         """Whether an active plugin has a hook."""

@@ -7,7 +7,7 @@ graph and on most nodes of its backward part, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.fx.traceback import annotate
 from fuseboard.errors import SettingsError
 
 MEMORY_BUDGET = "fuseboard.memory_budget"
+PREFER = "fuseboard.prefer"
 
 
 @contextmanager
@@ -60,3 +61,45 @@ def memory_budget(value: float) -> Iterator[None]:
     millionths = range(int(value * 1_000_000 + 0.5))
     with _marked(MEMORY_BUDGET, len(millionths) / 1_000_000):
         yield
+
+
+@contextmanager
+def prefer(backend: str) -> Iterator[None]:
+    """Prefer a backend for the code inside, in the forward of a model that is compiled.
+
+    ``with fuseboard.prefer("inductor"): x = self.block(x)``. Its ops, and those of its backward, go
+    to that backend as far as it claims them; where it doesn't, or isn't in use, the report says so.
+    The settings ``pin`` and ``exclude`` have the last word. The innermost of nested contexts
+    counts. It breaks no graph, and does nothing in code that isn't compiled with fuseboard.
+
+    :param backend: a backend's name, such as ``"inductor"``.
+    :raises SettingsError: it is no name.
+    """
+    if not isinstance(backend, str) or not backend:
+        raise SettingsError(
+            f"fuseboard.prefer({backend!r}): allowed: a backend's name, such as "
+            "fuseboard.prefer('inductor')."
+        )
+    with _marked(PREFER, backend):
+        yield
+
+
+def preferred_backends(nodes: Sequence[Node]) -> dict[Node, str]:
+    """The nodes inside of ``fuseboard.prefer``, each with the backend.
+
+    AOTAutograd hands a forward node's marks on to the backward nodes of the same ``seq_nr``, but
+    not to sums of gradients, nor do all rewrites keep them. A node without marks whose inputs,
+    as far as they are computed in the graph, all carry one and the same lies within the marked
+    stretch and gets it, too; what reads the graph's inputs alone does not.
+    """
+    found: dict[Node, str] = {}
+    for node in nodes:
+        marked = mark_of(node, PREFER)
+        if marked is not None:
+            found[node] = str(marked)
+        elif node.meta.get("seq_nr") is None or node.meta.get("is_gradient_acc"):
+            around = {found.get(used) for used in node.all_input_nodes if used.op != "placeholder"}
+            backend = around.pop() if len(around) == 1 else None
+            if backend is not None:
+                found[node] = backend
+    return found

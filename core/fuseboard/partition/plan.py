@@ -1,19 +1,20 @@
 """The plan: which backend runs each node. Policy ``priority``.
 
 Each stretch goes to the first backend that claims it and does a good part of its work natively.
-A plan that falls into fragments loses to the first backend that could have taken everything.
+A plan that falls into fragments loses to the first backend that could have taken everything. What
+the user pinned is where the pins say, and counts against nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats
-from fuseboard.errors import ContractError
+from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Policy, Repeats
 from fuseboard.partition.estimate import estimate_us
-from fuseboard.partition.regions import stage_nodes
+from fuseboard.partition.repeats import repeated_regions
+from fuseboard.partition.stages import contraction_cycle, stage_nodes
 
 #: A claim whose native nodes do less of its estimated work than this goes to a later backend
 #: that runs natively what the claim would only carry along.
@@ -21,6 +22,26 @@ MIN_NATIVE_SHARE = 0.6
 
 #: A plan of more regions than this loses to a single backend that claims everything.
 MAX_REGIONS = 4
+
+
+def make_plan(
+    policy: Policy,
+    graph: GraphModule,
+    kind: GraphKind,
+    claims: dict[str, list[Claim | Decline]],
+    backends: Sequence[BackendInfo],
+    pins: Mapping[str, str],
+    min_region_us: float,
+    merge_regions: bool,
+    repeats: Repeats,
+) -> Plan:
+    """The plan by a policy of this module: what answers ``fuseboard_plan`` where nobody else does.
+
+    A policy is deterministic, and decides from its arguments alone: the same on every rank.
+    """
+    return _POLICIES[policy](
+        graph, kind, claims, backends, pins, min_region_us, merge_regions, repeats
+    )
 
 
 def plan_by_priority(
@@ -33,73 +54,174 @@ def plan_by_priority(
     merge_regions: bool,
     repeats: Repeats,
 ) -> Plan:
-    """Assign every node; deterministic, from the arguments alone."""
+    """The first backend in order that gains by a node gets it."""
     order = [info.name for info in backends]
     everything = {n for c in claims[order[-1]] if isinstance(c, Claim) for n in c.nodes}
     nodes = [node for node in graph.graph.nodes if node.name in everything]
     work = {node.name: estimate_us(node) for node in nodes}
-    accepted = {
-        name: _accepted(name, order[position + 1 :], claims, work)
+    names = [node.name for node in nodes]
+    worthwhile = {
+        name: _worthwhile(name, order[position + 1 :], claims, work)
         for position, name in enumerate(order)
     }
-    chosen = {
-        node.name: next(name for name in order if node.name in accepted[name]) for node in nodes
-    }
-    placements = _without_crumbs(nodes, chosen, work, order, min_region_us)
+    chosen = _choose(nodes, worthwhile, order, pins)
+    placements = _without_crumbs(chosen, work, order, min_region_us, pins)
     regions = len(set(stage_nodes(nodes, placements).values()))
     if regions > MAX_REGIONS:
-        whole = next(name for name in order if _claims_all(claims[name], nodes))
+        whole = next(name for name in order if _takes_rest(name, claims[name], names, pins))
         if whole != order[-1]:
             reason = f"{whole} can run all of it; the plan by priority had {regions} regions"
-            return Plan({n.name: whole for n in nodes}, {n.name: reason for n in nodes})
-    return Plan(placements, _reasons(nodes, placements, claims, order))
+            placements = {name: pins.get(name, whole) for name in names}
+            reasons = {n: f"pinned to {pins[n]}" if n in pins else reason for n in names}
+            return _with_regions(nodes, placements, reasons, claims, backends, repeats)
+    reasons = _reasons(nodes, placements, claims, order, pins)
+    return _with_regions(nodes, placements, reasons, claims, backends, repeats)
 
 
-def _accepted(
+def _with_regions(
+    nodes: Sequence[Node],
+    placements: dict[str, str],
+    reasons: dict[str, str],
+    claims: Mapping[str, list[Claim | Decline]],
+    backends: Sequence[BackendInfo],
+    repeats: Repeats,
+) -> Plan:
+    """The plan with the regions that were claimed as such, and those of repeated blocks."""
+    joined = joined_claims(nodes, placements, claims)
+    inside = {name for names in joined for name in names}
+    free = [node for node in nodes if node.name not in inside]
+    blocks, notes = repeated_regions(free, placements, backends, repeats)
+    regions = (*joined, *(tuple(node.name for node in block) for block in blocks))
+    if joined and blocks and contraction_cycle(nodes, regions):
+        notes = ["repeated blocks aren't cut out: claims that must be taken whole lie across them"]
+        return Plan(placements, reasons, joined, tuple(notes))
+    return Plan(placements, reasons, regions, tuple(notes))
+
+
+_POLICIES: Mapping[Policy, Callable[..., Plan]] = {"priority": plan_by_priority}
+
+
+def _worthwhile(
     name: str,
     later: Sequence[str],
     claims: Mapping[str, list[Claim | Decline]],
     work: Mapping[str, float],
-) -> frozenset[str]:
-    """The nodes of a backend's claims that are worth it."""
-    rivals = later[:-1]
-    taken: set[str] = set()
+) -> list[Claim]:
+    """A backend's claims, less those that carry what a later backend would run natively."""
+    elsewhere = {node for rival in later[:-1] for node in _native(claims[rival])}
+    found = []
     for claim in claims[name]:
-        if not isinstance(claim, Claim):
-            continue
-        total = sum(work.get(node, 0.0) for node in claim.nodes)
-        native = sum(work.get(node, 0.0) for node in claim.native)
-        carried = claim.nodes - claim.native
-        elsewhere = {node for rival in rivals for node in _native(claims[rival])}
-        if carried & elsewhere and native < MIN_NATIVE_SHARE * total:
-            continue
-        taken |= claim.nodes
-    return frozenset(taken)
+        if isinstance(claim, Claim):
+            total = sum(work.get(node, 0.0) for node in claim.nodes)
+            native = sum(work.get(node, 0.0) for node in claim.native)
+            carried = claim.nodes - claim.native
+            if not carried & elsewhere or native >= MIN_NATIVE_SHARE * total:
+                found.append(claim)
+    return found
+
+
+def _choose(
+    nodes: Sequence[Node],
+    claims: Mapping[str, Sequence[Claim]],
+    order: Sequence[str],
+    pins: Mapping[str, str],
+) -> dict[str, str]:
+    """Each node's backend: the pinned one, else the first that claims it.
+
+    Nodes that are claimed together go together: where one of them is gone, or the claims that were
+    taken so can't be regions side by side, all of them are left to others.
+    """
+    refused: list[Claim] = []
+    while True:
+        chosen = dict(pins)
+        taken: list[Claim] = []
+        for backend in order:
+            for claim in sorted(claims[backend], key=lambda claim: not claim.together):
+                free = [name for name in claim.nodes if name not in chosen]
+                if claim.together and all(chosen.get(n) == backend for n in claim.nodes):
+                    taken.append(claim)  # all of it is pinned
+                elif not claim.together:
+                    chosen.update(dict.fromkeys(free, backend))
+                elif len(free) == len(claim.nodes) and claim not in refused:
+                    chosen.update(dict.fromkeys(free, backend))
+                    taken.append(claim)
+        if not contraction_cycle(nodes, [sorted(claim.nodes) for claim in taken]):
+            return {node.name: chosen[node.name] for node in nodes}
+        refused.append(_first_in_the_way(nodes, taken))
+
+
+def _first_in_the_way(nodes: Sequence[Node], taken: Sequence[Claim]) -> Claim:
+    """The first claim that can't be a region beside those before it."""
+    groups: list[list[str]] = []
+    for claim in taken:
+        groups.append(sorted(claim.nodes))
+        if contraction_cycle(nodes, groups):
+            return claim
+    raise AssertionError("together they make a cycle")
+
+
+def joined_claims(
+    nodes: Sequence[Node],
+    placements: Mapping[str, str],
+    claims: Mapping[str, Sequence[Claim | Decline]],
+) -> tuple[tuple[str, ...], ...]:
+    """The nodes of each claim that was taken as one and would otherwise be cut in two.
+
+    Regions are made by stage: two nodes of a claim are cut apart where one of them waits for
+    another backend and the other doesn't.
+    """
+    together = [
+        (backend, claim.nodes)
+        for backend, answers in claims.items()
+        for claim in answers
+        if isinstance(claim, Claim) and claim.together
+    ]
+    if not together:
+        return ()
+    places = {node.name: place for node, place in stage_nodes(nodes, placements).items()}
+    position = {node.name: number for number, node in enumerate(nodes)}
+    found: dict[tuple[str, ...], None] = {}
+    for backend, names in together:
+        if all(placements[name] == backend for name in names):
+            if len({places[name] for name in names}) > 1:
+                found[tuple(sorted(names, key=position.__getitem__))] = None
+    return tuple(found)
 
 
 def _native(answers: Sequence[Claim | Decline]) -> set[str]:
     return {name for claim in answers if isinstance(claim, Claim) for name in claim.native}
 
 
-def _claims_all(answers: Sequence[Claim | Decline], nodes: Sequence[Node]) -> bool:
-    claimed = {name for claim in answers if isinstance(claim, Claim) for name in claim.nodes}
-    return all(node.name in claimed for node in nodes)
+def _takes_rest(
+    backend: str, answers: Sequence[Claim | Decline], names: Sequence[str], pins: Mapping[str, str]
+) -> bool:
+    """Whether a backend claims whatever isn't pinned elsewhere."""
+    own = {name for name in names if pins.get(name, backend) == backend}
+    claimed: set[str] = set()
+    for claim in answers:
+        if isinstance(claim, Claim) and (not claim.together or claim.nodes <= own):
+            claimed |= claim.nodes
+    return own <= claimed
 
 
 def _without_crumbs(
-    nodes: Sequence[Node],
-    chosen: dict[str, str],
+    chosen: Mapping[str, str],
     work: Mapping[str, float],
     order: Sequence[str],
     min_region_us: float,
+    pins: Mapping[str, str],
 ) -> dict[str, str]:
-    """Leave to eager what is too little for starting a second compiler."""
+    """Leave to eager what is too little for starting a second compiler, and isn't pinned."""
     totals: dict[str, float] = {}
     for name, backend in chosen.items():
-        totals[backend] = totals.get(backend, 0.0) + work[name]
+        if name not in pins:
+            totals[backend] = totals.get(backend, 0.0) + work[name]
     main = max(totals, key=lambda backend: totals[backend], default="")
     small = {b for b in order[:-1] if b != main and totals.get(b, 0.0) < min_region_us}
-    return {name: order[-1] if b in small else b for name, b in chosen.items()}
+    return {
+        name: order[-1] if backend in small and name not in pins else backend
+        for name, backend in chosen.items()
+    }
 
 
 def _reasons(
@@ -107,13 +229,16 @@ def _reasons(
     placements: Mapping[str, str],
     claims: Mapping[str, list[Claim | Decline]],
     order: Sequence[str],
+    pins: Mapping[str, str],
 ) -> dict[str, str]:
     """Why each node is where it is."""
     reasons: dict[str, str] = {}
     native = {name: _native(claims[name]) for name in order}
     for node in nodes:
         backend = placements[node.name]
-        if backend == order[0] and node.name in native[backend]:
+        if node.name in pins:
+            reasons[node.name] = f"pinned to {backend}"
+        elif node.name in native[backend] and backend == order[0]:
             reasons[node.name] = f"{backend} comes first and runs it natively"
         elif node.name in native[backend] and backend != order[-1]:
             reasons[node.name] = f"first in order that runs it natively: {backend}"
@@ -122,31 +247,3 @@ def _reasons(
         else:
             reasons[node.name] = "no other backend took it"
     return reasons
-
-
-def check_plan(plan: Plan, claims: Mapping[str, list[Claim | Decline]], answered_by: str) -> None:
-    """Hold a plan against the claims, before anything is lowered.
-
-    :raises ContractError: a node is missing, or placed on a backend that didn't claim it.
-    """
-
-    def broken(problem: str) -> ContractError:
-        return ContractError(answered_by, "fuseboard_plan", problem)
-
-    claimed = {
-        name: {node for claim in answers if isinstance(claim, Claim) for node in claim.nodes}
-        for name, answers in claims.items()
-    }
-    names = set().union(*claimed.values())
-    missing = sorted(names - plan.placements.keys())
-    if missing:
-        raise broken(f"{len(missing)} nodes have no placement, among them {missing[0]!r}")
-    for name in sorted(names):
-        backend = plan.placements[name]
-        if backend not in claimed:
-            known = ", ".join(sorted(claimed))
-            raise broken(f"node {name!r} is placed on {backend!r}; the backends are {known}")
-        if name not in claimed[backend]:
-            raise broken(f"node {name!r} is placed on {backend!r}, which didn't claim it")
-        if name not in plan.reasons:
-            raise broken(f"node {name!r} has a placement and no reason")
