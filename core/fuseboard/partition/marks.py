@@ -7,7 +7,7 @@ graph and on most nodes of its backward part, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,8 +56,8 @@ def memory_budget(value: float) -> Iterator[None]:
             f"fuseboard.memory_budget({value!r}): allowed: a number from 0 to 1, such as "
             "fuseboard.memory_budget(0.5)."
         )
-    # A float that changes between calls becomes symbolic, and no mark can hold that. The range makes
-    # Dynamo compile for each value.
+    # A float that changes between calls becomes symbolic, and no mark can hold that. The range
+    # makes Dynamo compile for each value.
     millionths = range(int(value * 1_000_000 + 0.5))
     with _marked(MEMORY_BUDGET, len(millionths) / 1_000_000):
         yield
@@ -82,24 +82,3 @@ def prefer(backend: str) -> Iterator[None]:
         )
     with _marked(PREFER, backend):
         yield
-
-
-def preferred_backends(nodes: Sequence[Node]) -> dict[Node, str]:
-    """The nodes inside of ``fuseboard.prefer``, each with the backend.
-
-    AOTAutograd hands a forward node's marks on to the backward nodes of the same ``seq_nr``, but
-    not to sums of gradients, nor do all rewrites keep them. A node without marks whose inputs,
-    as far as they are computed in the graph, all carry one and the same lies within the marked
-    stretch and gets it, too; what reads the graph's inputs alone does not.
-    """
-    found: dict[Node, str] = {}
-    for node in nodes:
-        marked = mark_of(node, PREFER)
-        if marked is not None:
-            found[node] = str(marked)
-        elif node.meta.get("seq_nr") is None or node.meta.get("is_gradient_acc"):
-            around = {found.get(used) for used in node.all_input_nodes if used.op != "placeholder"}
-            backend = around.pop() if len(around) == 1 else None
-            if backend is not None:
-                found[node] = backend
-    return found
