@@ -406,7 +406,7 @@ def test_a_plugin_may_register_another_while_it_is_imported():
 
 
 def test_the_board_of_the_process_has_what_is_installed():
-    """Real entry points, in a process of their own: the first-party plugins are all ready."""
+    """Real entry points, in a process of their own: the first-party plugins are ready."""
     code = (
         "import dataclasses, json; from fuseboard.board import board;"
         "print(json.dumps([dataclasses.asdict(s) for s in board.states()]))"

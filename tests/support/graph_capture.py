@@ -23,6 +23,8 @@ class FakeDevice:
     :ivar log: ``warm up``, ``record``, ``replay``, in order.
     :ivar broken: recordings fail with this.
     :ivar inside: somebody else records.
+    :ivar scalars_by_value: numbers in tensors are passed by value, as CUDA kernels are given those
+        on the CPU.
     """
 
     def __init__(self) -> None:
@@ -30,8 +32,8 @@ class FakeDevice:
         self.log: list[str] = []
         self.broken: Exception | None = None
         self.inside = False
+        self.scalars_by_value = False
         self.graphs: list[FakeGraph] = []
-        self.busy: list[str] = []
 
     def __call__(self, device: torch.device) -> FakeDevice:
         """The plugin asks for the device of a region's tensors."""
@@ -68,10 +70,14 @@ class FakeDevice:
 
 
 class FakeGraph:
-    """The calls of a recording, with addresses in the places of tensors from outside."""
+    """The calls of a recording, with addresses in the places of tensors from outside.
+
+    :ivar reads: those addresses.
+    """
 
     def __init__(self, device: FakeDevice, calls: list[tuple[Any, Any, Any, Any]]) -> None:
         self._device = device
+        self.reads: set[int] = set()
         self._own: dict[int, torch.Tensor] = {}
         self._calls = []
         for function, args, kwargs, result in calls:
@@ -92,11 +98,22 @@ class FakeGraph:
         """A tensor that the recording made is itself, another one the place where it lies."""
         if not isinstance(value, torch.Tensor) or id(value) in self._own:
             return value
+        if value.dim() == 0 and self._device.scalars_by_value:
+            return value.clone()
+        self.reads.add(value.data_ptr())
         return _Place(value)
 
     def replay(self) -> None:
-        """Compute again into the same memory."""
+        """Compute again into the same memory.
+
+        In inference mode: memory that was recorded there is written to from outside as well, as
+        kernels do.
+        """
         self._device.log.append("replay")
+        with torch.inference_mode():
+            self._replay()
+
+    def _replay(self) -> None:
         for graph in self._device.graphs:
             graph.spoil()
         current: dict[int, torch.Tensor] = {}
@@ -119,11 +136,10 @@ class FakeGraph:
 
     def spoil(self) -> None:
         """What another recording may do to the memory of this one."""
-        for tensor in self._memory:
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensor.fill_(float("nan"))
-            else:
-                tensor.fill_(1)
+        with torch.inference_mode():
+            for tensor in self._memory:
+                whole = not (tensor.is_floating_point() or tensor.is_complex())
+                tensor.fill_(1 if whole else float("nan"))
 
 
 class _Place:

@@ -191,7 +191,7 @@ class Session:
                     f"Installed: {', '.join(sorted(self._states))}. Set in {origin}."
                 )
             state = self._states[name]
-            if state.state != "ready":
+            if state.state != "ready" and self.settings.plugins[name]:
                 self.notes.append(
                     f"plugins.{name}, set in {origin}, does nothing: {name!r} is {state.state}: "
                     f"{state.reason}"

@@ -42,8 +42,6 @@ def fuseboard_wrap(
     tell: Callable[[str | BaseException], None],
 ) -> fuseboard.LoweredRegion | None:
     """Record the region if that is wanted and possible."""
-    if not options.enabled:
-        return None
     from fuseboard_cudagraphs._wrap import wrap_region
 
     return wrap_region(lowered, region, options, tell)

@@ -21,12 +21,14 @@ def wrap_region(
     tell: Callable[[str | BaseException], None],
     device_of: Callable[[torch.device], Device] = cuda_device,
     device_type: str = "cuda",
-) -> LoweredRegion:
-    """Record the region, or add the reason to its notes.
+) -> LoweredRegion | None:
+    """Record the region, or add the reason to its notes; None where it isn't wanted at all.
 
     :param device_of: makes the device that records; tests give one that needs no GPU, and its
         type in ``device_type``.
     """
+    if not options.enabled:
+        return None
     reason = why_not_region(region, options, device_type)
     if reason is not None:
         return dataclasses.replace(lowered, notes=(f"CUDA graphs skipped: {reason}",))
