@@ -70,17 +70,28 @@ def _as_graph(pattern: Any, number: int) -> Graph:
 def _places(graph: GraphModule, pattern: Graph) -> list[frozenset[str]]:
     """The nodes of each occurrence, in graph order."""
     matcher = SubgraphMatcher(pattern, match_output=False, match_placeholder=False)
-    position = {node.name: number for number, node in enumerate(graph.graph.nodes)}
+    nodes = {node.name: node for node in graph.graph.nodes}
+    position = {name: number for number, name in enumerate(nodes)}
     found = []
-    for match in matcher.match(graph.graph):
+    for match in matcher.match(_without_dead_items(graph.graph)):
         inside = {
-            node
+            nodes[node.name]
             for own, node in match.nodes_map.items()
             if own.op == "call_function" and node.op == "call_function"
         }
         inside |= {user for node in inside for user in node.users if _is_item(user)}
         found.append(frozenset(node.name for node in inside))
     return sorted(found, key=lambda names: min(position[name] for name in names))
+
+
+def _without_dead_items(graph: Graph) -> Graph:
+    """A copy without items that nobody reads: to the matcher they are readers of their own."""
+    copied = Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    for node in reversed(copied.nodes):
+        if _is_item(node) and not node.users:
+            copied.erase_node(node)
+    return copied
 
 
 def _is_item(node: Node) -> bool:
