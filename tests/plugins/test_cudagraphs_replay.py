@@ -378,6 +378,16 @@ def test_a_recording_that_fails_is_told_and_not_tried_again():
     assert recorded.device.log == ["warm up", "record"]
 
 
+def test_a_device_that_cant_be_set_up_is_told():
+    """The region runs without, in every call."""
+    recorded = Recorded(linear, rnd(3, 5), rnd(5, 7))
+    recorded.device.absent = RuntimeError("the driver is too old")
+    for seed in range(3):
+        recorded.check(rnd(3, 5, seed=seed), rnd(5, 7))
+    assert recorded.told == [recorded.device.absent]
+    assert recorded.device.log == []
+
+
 def test_a_failure_of_the_region_itself_is_not_contained_here():
     """In a warm-up it is the region that failed: the board's business."""
     known = Inputs((0,), frozenset(), (), (), (), torch.device("cpu"))

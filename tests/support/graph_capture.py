@@ -22,6 +22,7 @@ class FakeDevice:
 
     :ivar log: ``warm up``, ``record``, ``replay``, in order.
     :ivar broken: recordings fail with this.
+    :ivar absent: setting the device up fails with this.
     :ivar inside: somebody else records.
     :ivar scalars_by_value: numbers in tensors are passed by value, as CUDA kernels are given those
         on the CPU.
@@ -31,6 +32,7 @@ class FakeDevice:
         self.lock = threading.RLock()
         self.log: list[str] = []
         self.broken: Exception | None = None
+        self.absent: Exception | None = None
         self.inside = False
         self.scalars_by_value = False
         self.graphs: list[FakeGraph] = []
@@ -41,6 +43,10 @@ class FakeDevice:
 
     def count(self, what: str) -> int:
         return self.log.count(what)
+
+    def prepare(self) -> None:
+        if self.absent is not None:
+            raise self.absent
 
     def capturing(self) -> bool:
         return self.inside

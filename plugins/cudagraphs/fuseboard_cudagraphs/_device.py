@@ -34,6 +34,10 @@ class Device(Protocol):
 
     lock: threading.RLock
 
+    def prepare(self) -> None:
+        """Make what recording needs; more than once does no harm. Called before all but
+        ``capturing``."""
+
     def capturing(self) -> bool:
         """Whether somebody else is recording this thread's work already."""
 
@@ -48,13 +52,27 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """A CUDA device. Nothing is allocated before it is first used."""
+    """A CUDA device. Nothing is made before the first call of a region."""
 
     def __init__(self, index: int) -> None:
         self.lock = threading.RLock()
         self._index = index
-        self._stream: Any = None
         self._last: Any = None
+        self._keeper: Any = None
+
+    def prepare(self) -> None:
+        with self.lock:
+            if self._keeper is not None:
+                return
+            with torch.cuda.device(self._index):
+                self._stream = torch.cuda.Stream(self._index)
+                self._pool = torch.cuda.graph_pool_handle()
+                # A pool that no graph uses any more can't be taken up again; an empty graph keeps
+                # this one in use (as in torch/_inductor/cudagraph_trees.py of torch 2.13).
+                keeper = torch.cuda.CUDAGraph()
+                with warnings.catch_warnings(record=True), self._recording(keeper):
+                    pass
+            self._keeper = keeper
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -65,12 +83,13 @@ class CudaDevice:
         Its memory comes from the ordinary pool.
         """
         with torch.cuda.device(self._index):
-            self._start()
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                results = run()
-            current.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    results = run()
+            finally:
+                current.wait_stream(self._stream)
         for result in results:
             if isinstance(result, torch.Tensor) and result.is_cuda:
                 result.record_stream(current)
@@ -78,7 +97,6 @@ class CudaDevice:
 
     def record(self, run: Run) -> tuple[Graph, Sequence[Any]]:
         with torch.cuda.device(self._index):
-            self._start()
             graph = torch.cuda.CUDAGraph()
             _torch_internals.forget_cublas_workspaces()
             try:
@@ -96,17 +114,6 @@ class CudaDevice:
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
         self._last = current
-
-    def _start(self) -> None:
-        if self._stream is not None:
-            return
-        self._stream = torch.cuda.Stream(self._index)
-        self._pool = torch.cuda.graph_pool_handle()
-        # A pool that no graph uses any more can't be taken up again; an empty graph keeps this one
-        # in use (as in torch/_inductor/cudagraph_trees.py of torch 2.13).
-        self._keeper = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(record=True), self._recording(self._keeper):
-            pass
 
     def _recording(self, graph: Any) -> Any:
         # thread_local: what other threads do meanwhile (loading data) mustn't end the recording.

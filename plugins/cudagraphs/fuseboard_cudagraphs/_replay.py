@@ -158,14 +158,30 @@ class Replayed:
         self._wasted = 0
         self._full = False
         self._off = False
+        self._prepared = False
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        if self._off or self._device.capturing():
+        if self._off or self._device.capturing() or not (self._prepared or self._prepare()):
             return self._call(args)
         inputs = list(args)
         args.clear()
         results = self._recorded_call(inputs)
         return self._call(inputs) if results is None else results
+
+    def _prepare(self) -> bool:
+        """Set the device up at the first call; the region runs without where that fails."""
+        try:
+            self._device.prepare()
+        except Exception as error:  # whatever a driver says
+            self._give_up(error)
+            return False
+        self._prepared = True
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self._off = True
+        self._combinations.clear()
+        self._tell(error)
 
     def _recorded_call(self, inputs: list[Any]) -> Sequence[Any] | None:
         """The results of a warm-up or of a replay; None where the call has to run as it is."""
@@ -210,9 +226,7 @@ class Replayed:
         try:
             recording = self._recording(combination, inputs)
         except Exception as error:  # whatever a kernel does in a recording; the region runs without
-            self._off = True
-            self._combinations.clear()
-            self._tell(error)
+            self._give_up(error)
             return None
         combination.recordings[combination.addresses(inputs)] = recording
         return recording
