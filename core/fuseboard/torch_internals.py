@@ -248,12 +248,17 @@ def _partition(
 def retrace(
     graph: GraphModule, inputs: Sequence[Any], table: dict[Any, Callable[..., Any]]
 ) -> GraphModule:
-    """Trace a graph again under a decomposition table, on its own fake inputs."""
+    """Trace a graph again under a decomposition table, on its own fake inputs.
+
+    In a tracing context of its own: the current one has the graphs of ``invoke_subgraph`` as they
+    were traced before, and would give these.
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = fake_mode_of(inputs)
     with (
+        isolated_tracing(mode),
         mode if mode is not None else contextlib.nullcontext(),
         enable_python_dispatcher(),
         torch.fx.traceback.preserve_node_meta(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
         with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
             if region.kind == "inference":
                 graph = _joint_graph_passes(graph)
+            _drop_dead_items(graph)
             output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
             output.meta["user_visible_output_idxs"] = [
                 i for i, value in enumerate(output.args[0]) if isinstance(value, Node)
@@ -97,6 +99,13 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
         raise LoweringError(f"Inductor returned {type(compiled).__name__}, nothing to call")
     notes = tuple(f"fell back to ATen: {name} ({n}x)" for name, n in sorted(fallbacks.items()))
     return LoweredRegion(call=_boxed(compiled), notes=notes)
+
+
+def _drop_dead_items(graph: GraphModule) -> None:
+    """Results that nobody reads: Inductor's flex attention on CPU gives two of three."""
+    for node in reversed(graph.graph.find_nodes(op="call_function", target=operator.getitem)):
+        if not node.users:
+            graph.graph.erase_node(node)
 
 
 def _boxed(compiled: Any) -> Callable[[list[Any]], Sequence[Any]]:
