@@ -32,6 +32,10 @@ class TargetError(FuseboardError):
     """What ``fuseboard explain`` is to run can't be found, or returns the wrong thing."""
 
 
+class OutputError(FuseboardError):
+    """What ``fuseboard explain`` is to write can't be written."""
+
+
 def explain(
     target: Annotated[
         str,
@@ -41,6 +45,10 @@ def explain(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Write a page that draws the graphs; needs no network."),
+    ] = None,
 ) -> None:
     """Show what runs where, and why: graphs, graph breaks, regions, reasons, trips.
 
@@ -50,6 +58,9 @@ def explain(
 
     What the code prints goes to stderr, so the report can be piped.
     """
+    if html is not None:
+        html = html.absolute()  # the code may change the directory
+        _check_writable(html)
     with redirect_stdout(sys.stderr):
         explanation = run(target)
     if as_json:
@@ -58,6 +69,26 @@ def explain(
         from fuseboard.report.text import show
 
         show(explanation, Console())
+    if html is not None:
+        html.write_text(explanation.to_html(), "utf-8")
+        print(f"\nThe page is in {html}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes of compiling: whether the page can be written there.
+
+    :raises OutputError: it can't.
+    """
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise OutputError(
+            f"--html {str(path)!r} can't be written: {error.strerror}. Give the path of a file in "
+            "a directory that exists."
+        ) from error
+    if not there:
+        path.unlink()
 
 
 def run(target: str) -> Explanation:

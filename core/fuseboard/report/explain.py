@@ -40,6 +40,8 @@ class Elsewhere:
 class Explanation:
     """What fuseboard made of a call. ``print`` it, or take :meth:`as_dict` for JSON.
 
+    :meth:`to_html` draws it as a page.
+
     It holds strings and numbers only, and stays true while compiled code lives: a trip that
     happens in a later call shows up here.
 
@@ -65,6 +67,15 @@ class Explanation:
             "notes": list(self.notes),
             "torch": torch.__version__,
         }
+
+    def to_html(self, title: str = "") -> str:
+        """One page of HTML that draws the graphs. It needs no network; write it as UTF-8.
+
+        :param title: of the page; without one, the explained functions are named.
+        """
+        from fuseboard.report.page import render_page
+
+        return render_page(self, title)
 
     def __rich__(self) -> RenderableType:
         from fuseboard.report.text import render

@@ -41,7 +41,7 @@ def module_path(node: Node) -> str:
     path, _ = list(stack.values())[-1]
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)  # L['self'].layers[0], also ['a']
     names = [name for name in path.split(".") if name != "_modules"]
-    return ".".join(names[2:] if names[:1] == ["L"] else names)
+    return ".".join(names[2:] if names[:1] in (["L"], ["G"]) else names)
 
 
 def describe_ends(graph: GraphModule, static: Collection[int], report: GraphReport) -> None:
