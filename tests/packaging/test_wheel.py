@@ -53,7 +53,8 @@ def test_wheel_holds_the_packages_and_nothing_else(fuseboard_wheel):
         for path in root.rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == source
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    for licence in ("LICENSE", "NOTICE", "core/fuseboard/report/assets/dagre.LICENSE.txt"):
+        assert any(name.endswith(f".dist-info/licenses/{licence}") for name in names)
 
 
 def test_sdist_lists_only_what_exists(pyproject):
@@ -125,6 +126,26 @@ def test_import_is_cheap(environment):
     assert [name for name in added if name.startswith("fuseboard")] == ["fuseboard"]
     heavy = {"pydantic", "pydantic_settings", "rich", "typer", "pluggy", "torch", "numpy"}
     assert {name.split(".")[0] for name in added} & heavy == set()
+
+
+def test_wheel_holds_what_the_page_is_made_of(fuseboard_wheel):
+    """Templates, scripts and styles are package data; a page needs each of them."""
+    names = zipfile.ZipFile(fuseboard_wheel).namelist()
+    assets = ROOT / "core" / "fuseboard" / "report" / "assets"
+    expected = {f"fuseboard/report/assets/{path.name}" for path in assets.iterdir()}
+    assert {"fuseboard/report/assets/page.html", "fuseboard/report/assets/dagre.min.js"} <= expected
+    assert expected <= set(names)
+
+
+PAGE = """
+import fuseboard
+print(fuseboard.Explanation().to_html(title="from the wheel"))
+"""
+
+
+def test_a_page_is_written_from_the_wheel(environment):
+    """Nothing is read from the checkout."""
+    assert "<h1>from the wheel</h1>" in environment.python(PAGE)
 
 
 def test_command_is_installed(environment):
