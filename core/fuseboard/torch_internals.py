@@ -245,6 +245,13 @@ def _partition(
         return partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **further)
 
 
+def state_wrappers() -> tuple[Any, Any]:
+    """The higher-order ops that run a random op and save the state before it, or under a state."""
+    from torch._prims import rng_prims
+
+    return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
+
+
 def retrace(
     graph: GraphModule, inputs: Sequence[Any], table: dict[Any, Callable[..., Any]]
 ) -> GraphModule:

@@ -17,11 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fuseboard import torch_internals
 from fuseboard.contracts import JointPolicy, Knapsack
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
+from fuseboard.partition.replay import draws, hides_draws, settle_replays, worth_replaying
 
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
-
-#: Arguments that switch an op's randomness off, and the value that does.
-_SWITCHES = {"dropout_p": 0, "p": 0, "dropout": 0, "train": False, "training": False}
 
 
 def split_joint(
@@ -56,17 +54,23 @@ def split_joint(
 
     shares = _shares(forward, whole)
     # Every split of a copy comes before the first tag: it shows what its budget alone would choose.
-    splits = {budget: min_cut(_copy(joint), budget) for budget in shares if budget > 0}
+    splits = {budget: min_cut(_copy(joint), budget)[1] for budget in shares if budget > 0}
     for budget, nodes in shares.items():
         if budget > 0:
-            _follow(nodes, *splits[budget])
+            _follow(nodes, splits[budget])
         else:
             _recompute(nodes, kept)
+    for node in forward:
+        if node.target is operator.getitem and _is_recomputed(node.args[0]):
+            node.meta.setdefault("recompute", RECOMPUTE)
     if whole is None:
-        return torch_internals.default_partition(
+        parts = torch_internals.default_partition(
             joint, inputs, num_fwd_outputs, static_inputs, keywords
         )
-    return min_cut(joint, 1.0 if shares else whole)
+    else:
+        parts = min_cut(joint, 1.0 if shares else whole)
+    settle_replays(*parts)
+    return parts
 
 
 def _shares(forward: Sequence[Node], whole: float | None) -> dict[float, list[Node]]:
@@ -83,7 +87,7 @@ def _shares(forward: Sequence[Node], whole: float | None) -> dict[float, list[No
     if set(shares) <= {whole} and whole != 0:
         return {}
     if whole == 1:
-        del shares[1.0]  # what is left untagged is split by that very budget
+        shares.pop(1.0, None)  # what is left untagged is split by that very budget
     return shares
 
 
@@ -121,45 +125,18 @@ def _keep_what_cannot_repeat(joint: GraphModule, forward: Iterable[Node]) -> set
     """
     kept = set()
     for node in forward:
-        wanted = node.meta.get("recompute")
-        checkpointed = wanted in (RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-        if _hides_draws(node, joint) or (not checkpointed and not _repeatable(node)):
+        if hides_draws(node, joint) or (not _is_recomputed(node) and not _repeatable(node)):
             node.meta["recompute"] = SAVE
             kept.add(node)
     return kept
 
 
+def _is_recomputed(node: Any) -> bool:
+    return node.meta.get("recompute") in (RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 def _repeatable(node: Node) -> bool:
     return not (draws(node) or _has_effects(node) or node.meta.get("unbacked_bindings"))
-
-
-def draws(node: Node) -> bool:
-    """Whether an op draws random numbers with the arguments that it has."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
-    defaults = {a.name: a.default_value for a in target._schema.arguments}
-    values = {**defaults, **given, **node.kwargs}
-    return not any(
-        name in values and values[name] is not None and values[name] == off
-        for name, off in _SWITCHES.items()
-    )
-
-
-def _hides_draws(node: Node, owner: torch.nn.Module) -> bool:
-    """Whether a higher-order op's own graphs draw random numbers."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    for used in node.all_input_nodes:
-        inner = getattr(owner, str(used.target), None) if used.op == "get_attr" else None
-        if isinstance(inner, GraphModule) and any(
-            draws(n) or _hides_draws(n, inner) for n in inner.graph.nodes
-        ):
-            return True
-    return False
 
 
 def _has_effects(node: Node) -> bool:
@@ -177,45 +154,43 @@ def _recompute(nodes: Iterable[Node], kept: Collection[Node]) -> None:
     """Tag all that can be computed again. Draws are replayed from their state: torch sees to it."""
     for node in nodes:
         saved = node.meta.get("recompute") is SAVE
-        replayed = node in kept and draws(node)
-        if not _costs_nothing(node) and (replayed or not saved):
+        replayed = node in kept and draws(node) and worth_replaying(node)
+        if not _untagged(node) and (replayed or not saved):
             node.meta["recompute"] = RECOMPUTE
             # Two checkpointed blocks in a row would have what is between them saved.
             node.meta.pop("ac_graph_id", None)
 
 
-def _follow(nodes: Iterable[Node], forward: GraphModule, backward: GraphModule) -> None:
+def _follow(nodes: Iterable[Node], backward: GraphModule) -> None:
     """Tag nodes as a split of a copy treated them: its backward reads them or computes them.
 
     What it does neither with, because something later was saved, stays untagged: min-cut decides
     if another choice around makes the backward need it after all.
     """
     read = {node.name for node in backward.graph.find_nodes(op="placeholder")}
-    computed = {node.name for node in backward.graph.find_nodes(op="call_function")}
+    computed = {node.name for node in backward.graph.nodes if node.op == "call_function"}
     for node in nodes:
         if node.name in read and isinstance(node.meta.get("val"), torch.Tensor):
             for base in _bases(node):
                 base.meta.setdefault("recompute", SAVE)
-        elif node.name in computed and not _costs_nothing(node):
+        elif node.name in computed and not _untagged(node):
             node.meta.setdefault("recompute", RECOMPUTE)
 
 
 def _bases(node: Node) -> Iterator[Node]:
     """A node, and through views and getitems what holds its memory.
 
-    torch takes no notice of tags at views and getitems: they cost nothing.
+    torch takes no notice of these tags at getitems and at the views that it knows.
     """
     while node.op == "call_function":
         yield node
-        if not _costs_nothing(node):
+        view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+        if node.target is not operator.getitem and not view:
             return
         node = node.all_input_nodes[0]
 
 
-def _costs_nothing(node: Node) -> bool:
-    """Getitems, views, and arithmetic on sizes."""
-    if node.target is operator.getitem:
-        return True
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        return True
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+def _untagged(node: Node) -> bool:
+    """Getitems follow what they are taken from; sizes are for the partitioner to see to."""
+    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+    return node.target is operator.getitem or isinstance(node.meta.get("val"), symbolic)

@@ -1,0 +1,116 @@
+"""Random draws in a joint graph: which ops make them, and how a backward repeats them.
+
+Where a draw is to be computed again, torch saves the generator's state before it in the forward and
+runs the op under that state in the backward (``functionalize_rng_ops`` in
+``torch/_functorch/partitioners.py``, read in 2.13).
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard import torch_internals
+
+#: Arguments that switch an op's randomness off, and the value that does.
+_SWITCHES = {"dropout_p": 0, "p": 0, "dropout": 0, "train": False, "training": False}
+
+#: The state of the CPU's generator takes 5056 bytes, which would be saved in place of a draw.
+_STATE_BYTES = 5056
+
+
+def draws(node: Node) -> bool:
+    """Whether a node draws random numbers with the arguments that it has."""
+    return _call_draws(node.target, node.args, node.kwargs)
+
+
+def _call_draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = target._schema.arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values.update(zip(values, args, strict=False))
+    values.update(kwargs)
+    return not any(values.get(name) == off for name, off in _SWITCHES.items() if name in values)
+
+
+def hides_draws(node: Node, owner: torch.nn.Module) -> bool:
+    """Whether a higher-order op's own graphs draw random numbers."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    for used in node.all_input_nodes:
+        inner = getattr(owner, str(used.target), None) if used.op == "get_attr" else None
+        if isinstance(inner, GraphModule) and any(
+            draws(n) or hides_draws(n, inner) for n in inner.graph.nodes
+        ):
+            return True
+    return False
+
+
+def worth_replaying(node: Node) -> bool:
+    """Whether what a draw gives takes more memory than a state, even if only a mask is kept."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, tuple | list) else value
+    if not isinstance(first, torch.Tensor):
+        return False
+    return torch_internals.size_hint(first.numel()) > _STATE_BYTES
+
+
+def settle_replays(forward: GraphModule, backward: GraphModule) -> None:
+    """Undo what torch wrapped needlessly, and complete the metadata of the rest.
+
+    It goes by the op's tag alone: attention without dropout has it too. Wrapped, no compiler
+    knows the op, and a state is saved for it.
+    """
+    save, replay = torch_internals.state_wrappers()
+    output = forward.graph.output_node()
+    states = [
+        node
+        for node in output.args[0]
+        if isinstance(node, Node)
+        and node.target is operator.getitem
+        and getattr(node.args[0], "target", None) is save
+    ]
+    replays = [
+        user
+        for placeholder in backward.graph.find_nodes(op="placeholder")
+        for user in placeholder.users
+        if user.target is replay and user.args[0] is placeholder
+    ]
+    if len(states) != len(replays):
+        return  # wrapped in another way than was read: left as it is, which is right if slow
+    for state, repeated in zip(states, replays, strict=True):
+        drawn: Node = state.args[0]
+        value = next(user for user in drawn.users if user.args[1] == 1)
+        if _call_draws(drawn.args[0], drawn.args[1:], drawn.kwargs):
+            drawn.meta = {**value.meta, "val": (state.meta["val"], value.meta["val"])}
+            repeated.meta = copy.copy(value.meta)
+        else:
+            output.args = (tuple(node for node in output.args[0] if node is not state),)
+            forward.graph.erase_node(state)
+            _unwrap(forward, drawn, value, first=1)
+            placeholder = repeated.args[0]
+            _unwrap(backward, repeated, repeated, first=2)
+            backward.graph.erase_node(placeholder)
+    forward.recompile()
+    backward.recompile()
+
+
+def _unwrap(graph: GraphModule, wrapped: Node, value: Node, first: int) -> None:
+    """Call the op itself; its arguments begin at ``first``, ``value`` is where its result is."""
+    with graph.graph.inserting_before(wrapped):
+        plain = graph.graph.call_function(
+            wrapped.args[first - 1], wrapped.args[first:], wrapped.kwargs
+        )
+    plain.meta = copy.copy(value.meta)
+    value.replace_all_uses_with(plain)
+    graph.graph.erase_node(value)
+    if wrapped is not value:
+        graph.graph.erase_node(wrapped)
