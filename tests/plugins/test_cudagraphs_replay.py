@@ -254,6 +254,19 @@ def test_an_undeclared_input_that_moves_is_copied_from_then_on():
     assert not any(recorded.reads(other) for other in others)
 
 
+def test_undeclared_inputs_may_move_one_after_the_other():
+    """Each move is one more recording, and what still stays is still read in place."""
+    weights = [rnd(5, 7, seed=seed) for seed in range(3)]
+    recorded = Recorded(lambda x, a, b, c: ((x @ a) * (x @ b) + x @ c,), rnd(3, 5), *weights)
+    for moved in (None, 0, 2):
+        if moved is not None:
+            weights[moved] = rnd(5, 7, seed=10 + moved)
+        for seed in range(3):
+            recorded.check(rnd(3, 5, seed=seed), *weights)
+    assert recorded.count("record") == 3
+    assert [recorded.reads(w) for w in weights] == [False, True, False]
+
+
 def test_each_set_of_weights_has_a_recording():
     """Two instances of a module, or two layers that share code: none is recorded twice."""
     sets = [rnd(5, 7, seed=seed) for seed in range(3)]
