@@ -258,6 +258,7 @@ def test_undeclared_inputs_may_move_one_after_the_other():
     """Each move is one more recording, and what still stays is still read in place."""
     weights = [rnd(5, 7, seed=seed) for seed in range(3)]
     recorded = Recorded(lambda x, a, b, c: ((x @ a) * (x @ b) + x @ c,), rnd(3, 5), *weights)
+    earlier = list(weights)  # alive, so that nothing is forgotten because it was freed
     for moved in (None, 0, 2):
         if moved is not None:
             weights[moved] = rnd(5, 7, seed=10 + moved)
@@ -265,6 +266,7 @@ def test_undeclared_inputs_may_move_one_after_the_other():
             recorded.check(rnd(3, 5, seed=seed), *weights)
     assert recorded.count("record") == 3
     assert [recorded.reads(w) for w in weights] == [False, True, False]
+    assert not any(recorded.reads(w) for w in (earlier[0], earlier[2]))
 
 
 def test_each_set_of_weights_has_a_recording():
