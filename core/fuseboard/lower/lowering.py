@@ -23,7 +23,8 @@ from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.wrapping import wrap_region
-from fuseboard.partition.regions import Cut, signature
+from fuseboard.partition.regions import Cut
+from fuseboard.partition.signature import signature
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
 
 
