@@ -11,7 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fuseboard import torch_internals
 from fuseboard.partition.estimate import is_creation
-from fuseboard.partition.stages import Place, stage_nodes
+from fuseboard.partition.places import Place
+from fuseboard.partition.stages import stage_nodes
 
 
 @dataclass

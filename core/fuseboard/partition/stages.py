@@ -11,26 +11,13 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
 from fuseboard.partition.estimate import is_creation
-
-#: Graphs of more regions than this aren't merged: looking at all pairs would take too long.
-MAX_MERGED_REGIONS = 256
-
-
-class Place(NamedTuple):
-    """Nodes at one place are one region.
-
-    :ivar planned: the number of the planned region; -1 for nodes that the board groups.
-    """
-
-    stage: int
-    backend: str
-    planned: int = -1
+from fuseboard.partition.merging import merge_places
+from fuseboard.partition.places import Place
 
 
 def stage_nodes(
@@ -65,7 +52,7 @@ def stage_nodes(
     _sink(placed, reads, places)
     _join_readers(placed, places)
     if merge:
-        _merge(reads, places)
+        merge_places(reads, places)
     return places
 
 
@@ -202,72 +189,3 @@ def _join_readers(nodes: Sequence[Node], places: dict[Node, Place]) -> None:
         alone = all(user in places or user.op == "output" for user in node.users)
         if users and alone and all(user.backend == places[node].backend for user in users):
             places[node] = min(users)
-
-
-# --- merging ------------------------------------------------------------------------------------
-
-
-def _merge(reads: Mapping[Node, Sequence[Node]], places: dict[Node, Place]) -> None:
-    """Make one region of regions of one backend where no third one stands between them."""
-    regions = sorted(set(places.values()))
-    if len(regions) > MAX_MERGED_REGIONS:
-        return
-    number = {place: i for i, place in enumerate(regions)}
-    before: list[set[int]] = [set() for _ in regions]
-    for node, place in places.items():
-        before[number[place]].update(number[places[used]] for used in reads[node])
-    for i, earlier in enumerate(before):
-        earlier.discard(i)
-    home = list(range(len(regions)))
-    for later, place in enumerate(regions):
-        if place.planned >= 0:
-            continue
-        for earlier in range(later):
-            if home[earlier] != earlier or regions[earlier].planned >= 0:
-                continue
-            same = regions[earlier].backend == place.backend
-            if same and not _between(earlier, later, before):
-                home[later] = earlier
-                before[earlier] |= before[later] - {earlier}
-                for others in before:
-                    if later in others:
-                        others.discard(later)
-                        others.add(earlier)
-                before[earlier].discard(earlier)
-                before[later] = set()
-                break
-    order = _topological({i: before[i] for i in range(len(regions)) if home[i] == i})
-    for node, place in places.items():
-        kept = home[number[place]]
-        places[node] = regions[kept]._replace(stage=order[kept])
-
-
-def _between(one: int, other: int, before: Sequence[set[int]]) -> bool:
-    """Whether a path leads from one region to another, either way, through a third."""
-    for start, goal in ((other, one), (one, other)):
-        pending = [i for i in before[start] if i != goal]
-        seen = set(pending)
-        while pending:
-            at = pending.pop()
-            if goal in before[at]:
-                return True
-            fresh = before[at] - seen
-            seen |= fresh
-            pending.extend(fresh)
-    return False
-
-
-def _topological(before: Mapping[int, set[int]]) -> dict[int, int]:
-    """A number for each region, larger than those of the regions before it."""
-    order: dict[int, int] = {}
-    pending = list(before)
-    while pending:
-        left = []
-        for region in pending:
-            if all(other in order for other in before[region]):
-                order[region] = len(order)
-            else:
-                left.append(region)
-        assert len(left) < len(pending), "merging made a cycle"
-        pending = left
-    return order
