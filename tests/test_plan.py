@@ -325,6 +325,42 @@ def test_a_claim_is_one_region_even_where_a_part_could_run_earlier():
     assert regions["neg"] == regions["mul"]
 
 
+class Stack(nn.Module):
+    """Six blocks that repeat; the first op of each and the last of the one before are claimed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.exp().neg().exp()).sin().tanh().sin().tanh().sin().tanh().relu()
+        return x
+
+
+def test_repeated_blocks_dont_tear_a_claim():
+    """Where a block would begin in the middle of one."""
+
+    def claim(graph):
+        nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
+        pairs = [
+            frozenset({n.name, user.name})
+            for n in nodes
+            for user in n.users
+            if (op_name(n), op_name(user)) == ("relu", "exp")
+        ]
+        rest = frozenset(n.name for n in nodes).difference(*pairs)
+        return [Claim(rest, rest), *(Claim(pair, pair, together=True) for pair in pairs)]
+
+    homes = placed(claim, "pairs", target=Stack(), repeats="always")
+    assert not all_trips()
+    assert set(homes.values()) == {"pairs"}
+    regions = {node.name: node.region for node in last_graph().nodes}
+    for number in range(5):
+        relu = f"relu_{number}" if number else "relu"
+        assert regions[relu] == regions[f"exp_{2 * number + 2}"]
+
+
 def test_claims_that_cant_be_regions_side_by_side_arent_both_taken():
     """The first is; the other's nodes go on in the order."""
 

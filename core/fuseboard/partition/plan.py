@@ -69,9 +69,11 @@ def plan_by_priority(
     regions = len(set(stage_nodes(nodes, placements).values()))
     if regions > MAX_REGIONS:
         whole = next(name for name in order if _takes_rest(name, claims[name], names, pins))
-        if whole != order[-1]:
+        all_there = {name: pins.get(name, whole) for name in names}
+        joined = apart(nodes, all_there, claims)
+        if whole != order[-1] and not (joined and contraction_cycle(nodes, joined)):
             reason = f"{whole} can run all of it; the plan by priority had {regions} regions"
-            placements = {name: pins.get(name, whole) for name in names}
+            placements = all_there
             reasons = {n: f"pinned to {pins[n]}" if n in pins else reason for n in names}
             return _with_regions(nodes, placements, reasons, claims, backends, repeats)
     reasons = _reasons(nodes, placements, claims, order, pins)
@@ -87,12 +89,13 @@ def _with_regions(
     repeats: Repeats,
 ) -> Plan:
     """The plan with the regions that were claimed as such, and those of repeated blocks."""
-    joined = joined_claims(nodes, placements, claims)
+    joined = apart(nodes, placements, claims)
     inside = {name for names in joined for name in names}
     free = [node for node in nodes if node.name not in inside]
     blocks, notes = repeated_regions(free, placements, backends, repeats)
     regions = (*joined, *(tuple(node.name for node in block) for block in blocks))
-    if joined and blocks and contraction_cycle(nodes, regions):
+    torn = blocks and apart(nodes, placements, claims, regions)
+    if torn or (joined and blocks and contraction_cycle(nodes, regions)):
         notes = ["repeated blocks aren't cut out: claims that must be taken whole lie across them"]
         return Plan(placements, reasons, joined, tuple(notes))
     return Plan(placements, reasons, regions, tuple(notes))
@@ -145,7 +148,8 @@ def _choose(
                 elif len(free) == len(claim.nodes) and claim not in refused:
                     chosen.update(dict.fromkeys(free, backend))
                     taken.append(claim)
-        if not contraction_cycle(nodes, [sorted(claim.nodes) for claim in taken]):
+        groups = [sorted(claim.nodes) for claim in taken]
+        if not groups or not contraction_cycle(nodes, groups):
             return {node.name: chosen[node.name] for node in nodes}
         refused.append(_first_in_the_way(nodes, taken))
 
@@ -160,15 +164,16 @@ def _first_in_the_way(nodes: Sequence[Node], taken: Sequence[Claim]) -> Claim:
     raise AssertionError("together they make a cycle")
 
 
-def joined_claims(
+def apart(
     nodes: Sequence[Node],
     placements: Mapping[str, str],
     claims: Mapping[str, Sequence[Claim | Decline]],
+    regions: Sequence[Sequence[str]] = (),
 ) -> tuple[tuple[str, ...], ...]:
-    """The nodes of each claim that was taken as one and would otherwise be cut in two.
+    """The nodes of each claim that was taken as one and that these regions would cut in two.
 
-    Regions are made by stage: two nodes of a claim are cut apart where one of them waits for
-    another backend and the other doesn't.
+    Without planned regions, two nodes of a claim come apart where one of them waits for another
+    backend and the other doesn't.
     """
     together = [
         (backend, claim.nodes)
@@ -178,7 +183,8 @@ def joined_claims(
     ]
     if not together:
         return ()
-    places = {node.name: place for node, place in stage_nodes(nodes, placements).items()}
+    staged = stage_nodes(nodes, placements, regions)
+    places = {node.name: place for node, place in staged.items()}
     position = {node.name: number for number, node in enumerate(nodes)}
     found: dict[tuple[str, ...], None] = {}
     for backend, names in together:

@@ -41,7 +41,7 @@ class PlanCheck:
         self.nodes = {node.name: node for node in nodes}
         self.claims = claims
         self.pins = pins
-        self._modules = {node.name: own for node, own in paths.of_nodes(nodes).items()}
+        self._paths = paths
         self._answered_by = answered_by
 
     def __call__(self, plan: Plan) -> None:
@@ -59,8 +59,9 @@ class PlanCheck:
     def _named(self, names: Sequence[str]) -> str:
         """Nodes with the modules that they come from."""
         told = []
+        found = self._paths.of_nodes(list(self.nodes.values()))
         for name in names[:_SHOWN]:
-            modules = self._modules.get(name, ())
+            modules = found[self.nodes[name]]
             told.append(f"{name!r}" + (f" of {modules[-1]}" if modules else ""))
         rest = len(names) - _SHOWN
         return ", ".join(told) + (f" and {rest} more" if rest > 0 else "")
@@ -74,21 +75,22 @@ class PlanCheck:
         if missing:
             raise self._broken(f"{len(missing)} nodes have no placement: {self._named(missing)}.")
         for name in self.nodes:
-            backend, told = plan.placements[name], self._named([name])
+            backend = plan.placements[name]
             if backend not in claimed:
-                known = ", ".join(claimed)
+                known, told = ", ".join(claimed), self._named([name])
                 raise self._broken(f"node {told} is placed on {backend!r}, not on one of {known}.")
             if name not in claimed[backend]:
                 able = ", ".join(b for b, names in claimed.items() if name in names)
                 raise self._broken(
-                    f"node {told} is placed on {backend!r}, which didn't claim it"
+                    f"node {self._named([name])} is placed on {backend!r}, which didn't claim it"
                     f"{self._declined(name, backend)}. It is claimed by {able}."
                 )
             if not plan.reasons.get(name):
-                raise self._broken(f"node {told} has a placement and no reason.")
+                raise self._broken(f"node {self._named([name])} has a placement and no reason.")
             if self.pins.get(name, backend) != backend:
                 raise self._broken(
-                    f"node {told} is placed on {backend!r} and pinned to {self.pins[name]!r}."
+                    f"node {self._named([name])} is placed on {backend!r} and pinned to "
+                    f"{self.pins[name]!r}."
                 )
 
     def _declined(self, name: str, backend: str) -> str:
@@ -130,7 +132,7 @@ class PlanCheck:
 
     def _order(self, plan: Plan) -> None:
         nodes = list(self.nodes.values())
-        left = contraction_cycle(nodes, plan.regions)
+        left = contraction_cycle(nodes, plan.regions) if plan.regions else []
         if not left:
             return
         cycle = _without_followers([self.nodes[name] for name in left], plan.regions)
