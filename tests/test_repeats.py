@@ -10,10 +10,11 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
+import fuseboard
 from fuseboard import BackendInfo
 from fuseboard.partition.repeats import find_repeats, repeated_regions
 from fuseboard.partition.stages import contraction_cycle
-from tests.support.backends import all_trips, compiled, last_graph, plugged
+from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
 from tests.support.values import assert_same, rnd
 
 aten = torch.ops.aten
@@ -333,3 +334,19 @@ def test_hidden_constants_are_copied_into_each_instance():
     shared = [region for region in last_graph().regions if region.same_as]
     assert shared
     assert all(region.ops.get("aten.full.default", 0) == 0 for region in shared)
+
+
+def test_each_instance_is_wrapped_on_its_own():
+    """A wrapper may hold what belongs to one place in the graph, such as a weight's address."""
+    wrapped: list[str] = []
+
+    def wrap(lowered, region):
+        wrapped.append(region.name)
+        return fuseboard.LoweredRegion(call=lambda args: lowered.call(args))
+
+    model = stack().eval()
+    with observing("wrapper", wrap=wrap), torch.no_grad():
+        assert_same(compiled(model, "eager", repeats="always")(ids()), model(ids()))
+    names = [region.name for region in last_graph().regions]
+    assert len(names) == LAYERS + 1
+    assert wrapped == names

@@ -134,7 +134,7 @@ class Pipeline:
         placed = dict(Counter(cut.backend for cut in cuts))
         self._notify("plan", report, report.seconds["partition"], regions=placed)
         placeholders = graph.graph.find_nodes(op="placeholder")
-        fixed = roles.static - roles.mutated if kind == "inference" else frozenset()
+        fixed = roles.static - roles.mutated if kind != "backward" else frozenset()
         lowering = Lowering(
             session=self.session,
             report=report,

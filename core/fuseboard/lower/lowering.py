@@ -33,11 +33,14 @@ class Lowered:
     """A region's code.
 
     :ivar call: takes the region's inputs at ``keeps``, then the prepared values.
+    :ivar code: what the backend made, without what was wrapped around it; isomorphic regions
+        share it.
     :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
     """
 
     region: Region
     call: Boxed
+    code: Boxed
     keeps: tuple[int, ...]
     prepare: Boxed | None = None
     uses: tuple[int, ...] = ()
@@ -62,6 +65,8 @@ class Lowering:
 
     def __post_init__(self) -> None:
         self._known: dict[str, Lowered] = {}
+        #: by signature: what the backend answered, and the region as it was lowered
+        self._bare: dict[str, tuple[LoweredRegion, Region]] = {}
 
     def lower(self, cut: Cut, name: str, whole: bool) -> Lowered:
         """One region; isomorphic ones are lowered once.
@@ -80,12 +85,7 @@ class Lowering:
         self.report.regions.append(report)
         known = self._known.get(region.signature)
         if known is not None:
-            report.backend = known.region.backend
-            report.same_as = known.region.name
-            report.hoisted = known.values
-            return dataclasses.replace(
-                known, region=dataclasses.replace(region, backend=report.backend)
-            )
+            return self._again(known, region, report)
         start = time.perf_counter()
         lowered = self._lower_somewhere(cut, region, report)
         report.lower_s = time.perf_counter() - start
@@ -99,6 +99,17 @@ class Lowering:
             )
         )
         return lowered
+
+    def _again(self, known: Lowered, region: Region, report: RegionReport) -> Lowered:
+        """The code of an isomorphic region, in wrappers of this region's own."""
+        report.backend = known.region.backend
+        report.same_as = known.region.name
+        report.hoisted = known.values
+        region = dataclasses.replace(region, backend=report.backend)
+        bare, shown = self._bare[region.signature]
+        shown = dataclasses.replace(shown, name=region.name, source=region.source)
+        answer = wrap_region(bare, shown, region, self.session, self.report, report)
+        return dataclasses.replace(known, region=region, call=answer.call)
 
     def _region(self, cut: Cut, name: str, whole: bool) -> Region:
         assert cut.graph is not None
@@ -177,11 +188,13 @@ class Lowering:
         if answer is None:
             raise LoweringError(f"{backend} declined the region when it was to be lowered")
         report.notes.extend(answer.notes)
-        answer = wrap_region(answer, shown, region, session, self.report, report)
+        self._bare[region.signature] = answer, shown
+        call = wrap_region(answer, shown, region, session, self.report, report).call
         if hoisted is None:
-            return Lowered(region, answer.call, keeps)
+            return Lowered(region, call, answer.call, keeps)
         prepare = boxed_function(hoisted.prepare, f"{region.name}.prepare")
-        return Lowered(region, answer.call, keeps, prepare, hoisted.uses, hoisted.values)
+        values = hoisted.values
+        return Lowered(region, call, answer.call, keeps, prepare, hoisted.uses, values)
 
     def _fuse(
         self, graph: GraphModule, region: Region, report: RegionReport

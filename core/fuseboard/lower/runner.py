@@ -362,14 +362,14 @@ class Runner:
         if action == "raise" or region.backend == "eager":
             raise region_error(region, "run", error) from error
         with self._lock:
-            failed = [site for site in self.sites if site.lowered.call is lowered.call]
+            failed = [site for site in self.sites if site.lowered.code is lowered.code]
             if not failed:
                 return  # another thread met the same failure and was quicker
             trip(self.report, region.backend, "run", region.name, error, instead, region.source)
             for site in failed:
                 own = replace(site.lowered.region, backend="eager")
                 call = boxed_function(own.graph, f"{own.name}.eager")
-                site.lowered = Lowered(own, call, tuple(range(len(site.cut.inputs))))
+                site.lowered = Lowered(own, call, call, tuple(range(len(site.cut.inputs))))
             self._sets = self._weight_sets()
             self.function = self._build(checked=True)
 
