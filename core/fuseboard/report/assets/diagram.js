@@ -2,10 +2,12 @@
 // The drawing: a tree of boxes (WAI-ARIA's tree pattern), laid out level by level with dagre.
 
 const SVG = "http://www.w3.org/2000/svg";
-/** Boxes are opened at the start as long as no more than this many are in sight. */
+/** A graph of no more ops than this is shown with its regions open, a larger one with them folded. */
 const AT_START = 60;
 /** The drawing isn't made smaller than this by itself, so that it can be read. */
 const LEGIBLE = 0.6;
+/** A4 and letter less their margins, in CSS pixels, with room for a heading. */
+const SHEET = { width: 680, height: 860 };
 /** To more boxes than this a pill has no lines; each gets an arrow that comes from nowhere. */
 const MOST_LINES = 8;
 /** Work of more milliseconds than this is interrupted, so that the page answers. */
@@ -74,8 +76,8 @@ class Diagram {
     this.scale = 1;
     this.tree = make("div", { class: "tree", role: "tree", "aria-label": `Drawing of ${graph.name}`,
       keydown: (event) => this.onKey(event), focusin: (event) => this.onFocus(event),
-      click: (event) => this.onClick(event), mouseover: (event) => this.onHover(event),
-      mouseleave: () => this.onShow(this.current) });
+      click: (event) => this.onClick(event), mousemove: (event) => this.onHover(event),
+      mouseleave: () => this.tell(this.current) });
     this.viewport = make("div", { class: "viewport" }, make("div", { class: "sizer" }, this.tree));
     graph.root.element = graph.root.inside = this.tree;
   }
@@ -83,21 +85,16 @@ class Diagram {
   /** To be called once the viewport is in the document: boxes are measured there. */
   start() {
     const { root } = this.graph;
-    let inSight = root.children.length;
-    let level = root.children;
-    while (level.length) {
-      for (const box of level) {
-        if (box.kind === "repeat" || !box.children.length) continue;
-        if (inSight + box.children.length > AT_START) continue;
-        box.open = true;
-        inSight += box.children.length;
-      }
-      level = level.flatMap((box) => (box.open ? box.children : []));
-    }
+    const openAll = (box) => {
+      box.open = box.kind !== "repeat" && box.children.length > 0;
+      box.children.forEach(openAll);
+    };
+    if (this.graph.nodes.length <= AT_START) openAll(root);
+    else if (root.children.length === 1) root.children[0].open = true;
     this.arrange(root, true);
     this.fit(this.viewport.clientWidth, LEGIBLE);
     this.select([...root.visible()][0]);
-    this.onShow(this.current);
+    this.tell(this.current);
   }
 
   // --- drawing ----------------------------------------------------------------------------------
@@ -289,6 +286,35 @@ class Diagram {
     this.zoom(Math.max(least, Math.min(1, (width - 8) / this.tree.offsetWidth)));
   }
 
+  /** For paper: as it is seen, but what doesn't fit legibly is closed, the innermost first. */
+  fitSheet() {
+    const open = [...this.graph.root.visible()].filter((box) => box.open);
+    this.before = { scale: this.scale, open: [...open] };
+    const scale = () => Math.min(1, SHEET.width / this.tree.offsetWidth,
+      SHEET.height / this.tree.offsetHeight);
+    while (scale() < LEGIBLE && open.length) {
+      const innermost = Math.max(...open.map((box) => box.level));
+      for (const box of open.filter((other) => other.level === innermost)) {
+        box.open = false;
+        this.markOpen(box);
+        open.splice(open.indexOf(box), 1);
+      }
+      this.arrange(this.graph.root, true);
+    }
+    this.zoom(scale());
+  }
+
+  /** As it was before {@link fitSheet}. */
+  restore() {
+    for (const box of this.before.open) {
+      box.open = true;
+      this.markOpen(box);
+    }
+    this.arrange(this.graph.root, true);
+    this.zoom(this.before.scale);
+    this.highlight();
+  }
+
   resize() {
     const { style } = this.tree.parentElement;
     this.tree.style.transform = this.scale === 1 ? "" : `scale(${this.scale})`;
@@ -332,11 +358,17 @@ class Diagram {
     const box = this.boxAt(event);
     if (!box) return;
     if (box !== this.current) this.select(box);
-    this.onShow(box);
+    this.tell(box);
   }
 
+  /** A move of the mouse, not mouseover: scrolling by keys slides boxes under a mouse at rest. */
   onHover(event) {
     const box = this.boxAt(event) || this.current;
+    if (box !== this.told) this.tell(box);
+  }
+
+  tell(box) {
+    this.told = box;
     this.onShow(box);
     this.highlight(box);
   }

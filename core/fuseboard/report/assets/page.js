@@ -84,12 +84,10 @@ DATA.graphs.forEach((raw, number) => {
   diagrams.push(diagram);
 });
 
+// A drawing is printed on one sheet: browsers cut what is placed freely badly.
 addEventListener("beforeprint", () => {
-  for (const diagram of diagrams) {
-    diagram.before = diagram.scale;
-    diagram.fit(680); // A4 and letter, less the margins, at 96 dots an inch
-  }
+  for (const diagram of diagrams) diagram.fitSheet();
 });
 addEventListener("afterprint", () => {
-  for (const diagram of diagrams) diagram.zoom(diagram.before);
+  for (const diagram of diagrams) diagram.restore();
 });
