@@ -662,7 +662,16 @@ def test_the_default_stages_answer_with_what_the_contract_asks():
     for node in graph.graph.nodes:
         node.meta["val"] = torch.empty(3)
     who, plan = opened.first(
-        "fuseboard_plan", graph=graph, kind="inference", claims=claims, backends=opened.backends
+        "fuseboard_plan",
+        policy="priority",
+        graph=graph,
+        kind="inference",
+        claims=claims,
+        backends=opened.backends,
+        pins={},
+        min_region_us=50.0,
+        merge_regions=False,
+        repeats="auto",
     )
     assert who == "defaults"
     assert set(plan.placements.values()) == {"eager"}
