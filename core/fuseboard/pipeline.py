@@ -25,6 +25,7 @@ from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.claims import arbitrate, why_unsupported
 from fuseboard.partition.joint import split_joint
 from fuseboard.partition.pins import Pins, Wishes
+from fuseboard.partition.parts import check_parts
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.regions import cut_regions
@@ -95,7 +96,10 @@ class Pipeline:
         """The hook's answer for a joint graph; the default's where the hook fails."""
         own = {**arguments, "joint": copy_graph(arguments["joint"])}
         try:
-            _, parts = self.session.first("fuseboard_partition_joint", **own)
+            who, parts = self.session.first("fuseboard_partition_joint", **own)
+            if who != "defaults":
+                where = self.session.set_where("partition_joint", who)
+                check_parts(*parts, arguments["joint"], arguments["num_fwd_outputs"], who, where)
             return parts  # type: ignore[no-any-return]
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from fuseboard import hookspecs
@@ -63,6 +64,7 @@ class Session:
         self._states = states
         self._muted: set[str] = set()
         self._check_block()
+        self._check_knapsack()
         self.backends = tuple(self._choose_backends())
         self.eager_is_fallback_only = "eager" not in (settings.backends or ("eager",))
         self._order = self._all_in_order()
@@ -175,6 +177,13 @@ class Session:
                 raise SettingsError(f"{where}: plugin {name!r} has no backend.")
             if key == "exclude.eager":
                 raise SettingsError(f"{where}: 'eager' takes what no other backend does.")
+
+    def _check_knapsack(self) -> None:
+        if self.settings.knapsack == "ilp" and find_spec("scipy") is None:
+            raise SettingsError(
+                f"{self._where('knapsack', 'ilp')}: it needs scipy, which isn't installed. "
+                "Try: pip install scipy; or use 'dp' or 'greedy'."
+            )
 
     # --- options and overrides ------------------------------------------------------------------
 
@@ -310,7 +319,12 @@ class Session:
         if isinstance(override, Override):
             given = {name: arguments[name] for name in override.arguments if name in arguments}
             function = override.function
-            answer = self._guarded(override.path, hook, lambda: function(**given), arguments)
+            try:
+                answer = self._guarded(override.path, hook, lambda: function(**given), arguments)
+            except PluginError as error:
+                where = self.set_where(hook.removeprefix("fuseboard_"), override.path)
+                problem = f"{error.problem} (set in {where})"
+                raise type(error)(override.path, hook, problem) from error
             if answer is not None:
                 return override.path, answer
         order = self._order
@@ -323,6 +337,11 @@ class Session:
         if hook == "fuseboard_on_failure":
             return "settings", self.settings.on_failure
         raise ContractError("defaults", hook, "nobody answered, the default neither")
+
+    def set_where(self, stage: str, who: str) -> str:
+        """Where the settings made ``who`` decide a stage; "" where they didn't."""
+        named = self.settings.stages.get(stage) == who
+        return self.settings.origin(f"stages.{stage}") if named else ""
 
     def with_hook(self, hook: str) -> tuple[str, ...]:
         """The active plugins that implement a hook, in order."""
