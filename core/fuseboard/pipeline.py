@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,8 @@ from fuseboard.lower.codegen import target_name
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.lowering import Lowering, copy_graph, source_line
 from fuseboard.lower.runner import Runner, Site
+from fuseboard.lower.specialise import compiling
+from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.claims import arbitrate, why_unsupported
 from fuseboard.partition.joint import split_joint
@@ -34,8 +35,6 @@ from fuseboard.report.nodes import describe_ends, module_path, value_text
 
 Claims = dict[str, list[Claim | Decline]]
 
-#: Dynamo holds a lock while it compiles, but backwards are compiled outside of it.
-_compiling = threading.RLock()
 _graph_numbers: dict[str, Iterator[int]] = {}
 
 
@@ -70,7 +69,7 @@ class Pipeline:
         **keywords: Any,
     ) -> tuple[GraphModule, GraphModule]:
         """AOTAutograd's ``partition_fn``: fuse the joint graph, then split it."""
-        with _compiling:
+        with compiling:
             report = self._report("joint")
             ledger.add(report)
             with _timed(report, "fuse"):
@@ -110,7 +109,7 @@ class Pipeline:
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
         """An AOTAutograd compiler: a forward, backward or inference graph to a boxed callable."""
-        with _compiling:
+        with compiling:
             report = self._report(kind)
             try:
                 return self._compile(graph, kind, report)
@@ -201,6 +200,8 @@ class Pipeline:
         """Each backend's answers, less what the board or the user declines on its behalf."""
         nodes = {node.name: node for node in _placed(graph, kept)}
         claims: Claims = {}
+        specialise = self.session.settings.dynamic == "specialise"
+        example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
         for info in self.session.backends:
             answers: list[Claim | Decline] = []
             if kind != "inference" and not info.training:
@@ -211,7 +212,7 @@ class Pipeline:
                         self.session.call(
                             "fuseboard_claim",
                             info.name,
-                            graph=copy_graph(graph),
+                            graph=copy_graph(graph if info.dynamic_shapes else example),
                             kind=kind,
                             options=self.session.options(info.name),
                         )
@@ -219,7 +220,7 @@ class Pipeline:
                     )
                 except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
-            refused = {name: why_unsupported(info, node) for name, node in nodes.items()}
+            refused = {n: why_unsupported(info, node, specialise) for n, node in nodes.items()}
             refused.update(excluded.get(info.name, {}))
             claims[info.name] = arbitrate(answers, {n: r for n, r in refused.items() if r}, nodes)
         return claims

@@ -95,6 +95,8 @@ def _apply(fusion: Fusion, plugin: str, limit_s: float) -> None:
 
 def _check_values(graph: GraphModule, plugin: str) -> None:
     for node in graph.graph.nodes:
+        if getattr(getattr(node.target, "_schema", None), "returns", None) == []:
+            node.meta.setdefault("val", None)  # an assertion: it computes nothing
         if node.op in {"call_function", "placeholder"} and "val" not in node.meta:
             raise ContractError(
                 plugin, "fuseboard_fuse", f"the new node {node.name!r} has no meta['val']"

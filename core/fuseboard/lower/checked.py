@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from fuseboard.board import Session
-from fuseboard.contracts import Region, Verdict
+from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import ContractError, PluginError
 from fuseboard.lower.failure import decide, trip
-from fuseboard.lower.lowering import Lowered
-from fuseboard.partition.regions import Cut
 from fuseboard.profile.verify import verify
 from fuseboard.report.data import GraphReport
 
@@ -20,40 +18,46 @@ from fuseboard.report.data import GraphReport
 class CheckedRegion:
     """A region's callable in a checked call.
 
-    :param cut: where the region lies; its outputs' fake values are what is expected.
+    :param expected: fake values of its outputs.
     :param inputs_too: also hold the inputs against copies of them, and undo what was written.
     """
 
     def __init__(
-        self, cut: Cut, lowered: Lowered, session: Session, report: GraphReport, inputs_too: bool
+        self,
+        region: Region,
+        call: Boxed,
+        expected: tuple[Any, ...],
+        session: Session,
+        report: GraphReport,
+        inputs_too: bool,
     ) -> None:
-        self._lowered = lowered
+        self._region = region
+        self._call = call
         self._session = session
         self._report = report
         self._inputs_too = inputs_too
-        self._expected = tuple(node.meta["val"] for node in cut.outputs)
+        self._expected = expected
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        region = self._lowered.region
         inputs = list(args)
         before = [_copy(value) for value in inputs] if self._inputs_too else None
         try:
-            result = self._lowered.call(args)
+            result = self._call(args)
         finally:
             written = _restore(inputs, before) if before is not None else []
         if written:
             raise self._broken(f"the lowered region wrote to its inputs {written}")
-        verdict = self._verdict(region, result, inputs)
+        verdict = self._verdict(result, inputs)
         if not verdict.ok:
             raise self._broken(verdict.problem)
         return result
 
     def _broken(self, problem: str) -> ContractError:
-        return ContractError(self._lowered.region.backend, "fuseboard_lower", problem)
+        return ContractError(self._region.backend, "fuseboard_lower", problem)
 
-    def _verdict(self, region: Region, result: Any, inputs: list[Any]) -> Verdict:
+    def _verdict(self, result: Any, inputs: list[Any]) -> Verdict:
         """The verify hook's; where it fails the policy decides, and the default stands in."""
-        session, report = self._session, self._report
+        region, session, report = self._region, self._session, self._report
         arguments: dict[str, Any] = {
             "region": region,
             "expected": self._expected,

@@ -22,6 +22,8 @@ from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.specialise import Specialised
+from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
@@ -160,6 +162,26 @@ class Lowering:
         return list(dict.fromkeys([cut.backend, *able, order[-1]]))
 
     def _lower_on(self, region: Region, report: RegionReport) -> Lowered:
+        info = next(info for info in self.session.backends if info.name == region.backend)
+        if info.dynamic_shapes or not is_symbolic(region.graph):
+            return self._lower_graph(region, report)
+        # Each specialisation numbers its fusions as the first did.
+        counter = self.counter
+        offered = counter.offered
+
+        def lower(static: Region, told: RegionReport) -> Lowered:
+            first = not report.specialised
+            own = counter if first else dataclasses.replace(counter, offered=offered, applied=[])
+            return dataclasses.replace(self, counter=own)._lower_graph(static, told)
+
+        specialised = Specialised(region, self.session, self.report, report, lower)
+        return Lowered(
+            region,
+            specialised.call,
+            tuple(range(len(region.graph.graph.find_nodes(op="placeholder")))),
+        )
+
+    def _lower_graph(self, region: Region, report: RegionReport) -> Lowered:
         session, backend = self.session, region.backend
         graph = copy_graph(region.graph)
         table = session.call(

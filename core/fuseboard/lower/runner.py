@@ -242,7 +242,10 @@ class Runner:
         lowered = site.lowered
         call: Callable[..., Any] = lowered.call
         if checked:
-            call = CheckedRegion(site.cut, lowered, self.session, self.report, self.always_checked)
+            expected = tuple(node.meta["val"] for node in site.cut.outputs)
+            call = CheckedRegion(
+                lowered.region, call, expected, self.session, self.report, self.always_checked
+            )
         arguments = [names[site.cut.inputs[i]] for i in lowered.keeps]
         if number in self._first_value:
             first = self._first_value[number]

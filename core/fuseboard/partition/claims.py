@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_internals
+from fuseboard import torch_symbols
 from fuseboard.contracts import BackendInfo, Claim, Decline
 
 
@@ -71,15 +71,22 @@ def _inner_nodes(node: Node) -> Iterator[Node]:
 # --- what the board declines on a backend's behalf ----------------------------------------------
 
 
-def why_unsupported(info: BackendInfo, node: Node) -> str | None:
+def why_unsupported(info: BackendInfo, node: Node, specialise: bool = False) -> str | None:
     """What the board declines on a backend's behalf.
 
     Its device types, dtypes, dynamic shapes, and what would be wrong on any backend but eager.
+
+    :param specialise: a backend without dynamic shapes gets code for each combination of sizes.
     """
     reason = _why_special(info, node)
     if reason is not None:
         return reason
-    return _first_reason(node, lambda inner: _why_values(info, inner))
+    reason = _first_reason(node, lambda inner: _why_values(info, inner))
+    if reason is None and not info.dynamic_shapes:
+        reason = _first_reason(node, lambda inner: _why_symbolic(info, inner, specialise))
+        if reason is None and specialise:
+            reason = _why_nested(info, node)
+    return reason
 
 
 def _why_special(info: BackendInfo, node: Node) -> str | None:
@@ -108,8 +115,29 @@ def _why_values(info: BackendInfo, node: Node) -> str | None:
                 and value.dtype not in info.dtypes
             ):
                 return f"dtype {value.dtype} isn't supported by {info.name}"
-            if not info.dynamic_shapes and torch_internals.free_symbols(value):
-                return f"symbolic sizes; {info.name} has no dynamic shapes"
+    return None
+
+
+def _why_symbolic(info: BackendInfo, node: Node, specialise: bool) -> str | None:
+    """Why a backend without dynamic shapes can't have a node."""
+    for value in (node.meta.get("val"), *(used.meta.get("val") for used in node.all_input_nodes)):
+        numbers = torch_symbols.symbolic_numbers(value)
+        if not any(torch_symbols.expression(number).free_symbols for number in numbers):
+            continue
+        if not specialise:
+            return f"symbolic sizes; {info.name} has no dynamic shapes"
+        unknown = torch_symbols.why_unknown(value)
+        if unknown:
+            return f"{unknown}; {info.name} has no dynamic shapes and can't be specialised for them"
+    return None
+
+
+def _why_nested(info: BackendInfo, node: Node) -> str | None:
+    """Why a node that holds graphs can't be specialised."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and any(
+        torch_symbols.symbolic_numbers(inner.meta.get("val")) for inner in _inner_nodes(node)
+    ):
+        return f"a graph within it has symbolic sizes; {info.name} has no dynamic shapes"
     return None
 
 

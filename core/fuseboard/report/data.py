@@ -67,6 +67,8 @@ class RegionReport:
 
     :ivar same_as: the name of the region whose lowered code it shares, or "".
     :ivar hoisted: how many values were hoisted out of its calls.
+    :ivar specialised: the combinations of sizes that it has code of its own for, where its backend
+        has no dynamic shapes; may grow when it runs.
     """
 
     name: str
@@ -78,6 +80,7 @@ class RegionReport:
     same_as: str = ""
     fusions: list[FusionReport] = field(default_factory=list)
     hoisted: int = 0
+    specialised: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lower_s: float = 0.0
 
