@@ -239,6 +239,52 @@ def test_another_backends_function_is_explained_with_a_note():
     assert explanation.notes[0] in " ".join(str(explanation).split())
 
 
+# --- what nodes read and compute ----------------------------------------------------------------
+
+
+def test_nodes_tell_what_they_read_compute_and_belong_to():
+    """Names, dtypes and shapes, the module's path; weights are told from other inputs."""
+    with torch.no_grad():
+        (graph,) = fuseboard.explain(Counted(), torch.randn(2, 5)).graphs
+    inputs = {node.value: node.static for node in graph.inputs}
+    assert inputs["float32[3, 5]"]  # the weight
+    assert not inputs["float32[2, 5]"]
+    nodes = {node.op: node for node in graph.nodes}
+    linear, relu = nodes["aten.addmm.default"], nodes["aten.relu.default"]
+    assert (linear.value, linear.module) == ("float32[2, 3]", "linear")
+    assert relu.inputs == (linear.name,)
+    assert relu.name in graph.outputs
+    names = {node.name for node in [*graph.inputs, *graph.nodes]}
+    assert all(set(node.inputs) <= names for node in graph.nodes)
+    assert set(graph.outputs) <= names
+
+
+def test_symbolic_sizes_are_told_as_symbols():
+    """And telling them specialises nothing."""
+
+    def doubled(x):
+        return torch.cat([x, x]).sin()
+
+    compiled = torch.compile(doubled, backend="fuseboard", dynamic=True)
+    (graph,) = fuseboard.explain(compiled, torch.randn(3, 5)).graphs
+    (sine,) = [node for node in graph.nodes if node.op == "aten.sin.default"]
+    assert re.fullmatch(r"float32\[2\*s\d+, s\d+\]", sine.value)
+
+
+def test_backward_nodes_name_the_forwards_module():
+    """What a gradient is of."""
+    *_, backward = fuseboard.explain(Counted(), torch.randn(2, 5)).graphs
+    assert "linear" in {node.module for node in backward.nodes}
+    assert not any(node.static for node in backward.inputs)
+
+
+def test_ops_without_a_line_of_the_users_are_shown():
+    """A bare Sequential's ops come from torch's own files: the module stands for the line."""
+    with torch.no_grad():
+        text = str(fuseboard.explain(nn.Sequential(nn.Linear(5, 3)), torch.randn(2, 5)))
+    assert "(Linear)" in text
+
+
 # --- nothing is changed -------------------------------------------------------------------------
 
 
