@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
     from fuseboard.profile.measure import measure
+    from fuseboard.profile.memory import MemoryPoint, measure_memory
     from fuseboard.report.data import GraphReport
     from fuseboard.report.explain import Explanation, explain, last_report
 
@@ -80,6 +81,7 @@ _HOMES = {
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
     "fuseboard.partition.patterns": ("claim_patterns",),
     "fuseboard.profile.measure": ("measure",),
+    "fuseboard.profile.memory": ("MemoryPoint", "measure_memory"),
     "fuseboard.report.data": ("GraphReport",),
     "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
 }
@@ -99,6 +101,7 @@ __all__ = [
     "LoweredRegion",
     "LoweringError",
     "Measurement",
+    "MemoryPoint",
     "Plan",
     "PluginError",
     "Region",
@@ -115,6 +118,7 @@ __all__ = [
     "last_report",
     "lower_eagerly",
     "measure",
+    "measure_memory",
     "memory_budget",
     "prefer",
     "refresh",

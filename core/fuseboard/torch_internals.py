@@ -252,6 +252,21 @@ def state_wrappers() -> tuple[Any, Any]:
     return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
 
 
+def allocations(profile: Any, marker: str) -> tuple[list[tuple[int, int]], int]:
+    """The CPU allocator's events in a ``torch.profiler.profile`` with ``profile_memory``.
+
+    :returns: (nanoseconds, bytes taken or given back) in order; and when ``marker`` began.
+    """
+    found: list[tuple[int, int]] = []
+    marked = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            found.append((event.start_ns(), event.nbytes()))
+        elif event.name() == marker:
+            marked = event.start_ns()
+    return sorted(found, key=lambda change: change[0]), marked
+
+
 def retrace(
     graph: GraphModule, inputs: Sequence[Any], table: dict[Any, Callable[..., Any]]
 ) -> GraphModule:

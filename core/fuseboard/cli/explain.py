@@ -29,7 +29,7 @@ _ANSWERS = (
 
 
 class TargetError(FuseboardError):
-    """What ``fuseboard explain`` is to run can't be found, or returns the wrong thing."""
+    """What a command is to run can't be found, or returns the wrong thing."""
 
 
 class OutputError(FuseboardError):
@@ -96,13 +96,7 @@ def run(target: str) -> Explanation:
 
     :raises TargetError: the target isn't there, or returns what can't be explained.
     """
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise TargetError(
-            f"{target!r}: allowed: SCRIPT_OR_MODULE:FUNCTION, such as train.py:step or "
-            "package.models:example"
-        )
-    function = _function(_imported(place), name, place)
+    function = _named(target)
 
     from fuseboard.report import explain as report
 
@@ -117,6 +111,30 @@ def run(target: str) -> Explanation:
             f"{_ANSWERS}"
         )
     return explanation
+
+
+def call_at(target: str) -> tuple[Any, Any, Any]:
+    """The model, arguments and keyword arguments that a target's function returns.
+
+    :raises TargetError: the target isn't there, or returns something else.
+    """
+    result = _named(target)()
+    if isinstance(result, tuple) and result and callable(result[0]):
+        return _call(result, target)
+    raise TargetError(
+        f"{target} returned {_described(result)}. It has to return (model, args) or "
+        "(model, args, kwargs), such as (model, (x,))."
+    )
+
+
+def _named(target: str) -> Callable[[], Any]:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise TargetError(
+            f"{target!r}: allowed: SCRIPT_OR_MODULE:FUNCTION, such as train.py:step or "
+            "package.models:example"
+        )
+    return _function(_imported(place), name, place)
 
 
 def _call(result: tuple[Any, ...], target: str) -> tuple[Any, Any, Any]:

@@ -178,14 +178,14 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
     with explained() as explanation, ExitStack() as stack:
         explanation.notes.extend(notes)
-        stack.enter_context(_state_kept(original))
-        compiled = stack.enter_context(compiled_apart(_with_code(original), backend, how))
+        stack.enter_context(state_kept(original))
+        compiled = stack.enter_context(compiled_apart(with_code(original), backend, how))
         result = compiled(*args, **kwargs)
         _run_backward(result, (args, kwargs))
     return explanation
 
 
-def _with_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+def with_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function around callables that Dynamo can't start from: builtins, objects, partials."""
     if isinstance(fn, torch.nn.Module) or hasattr(fn, "__code__"):
         return fn
@@ -197,7 +197,7 @@ def _with_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _state_kept(fn: Callable[..., Any]) -> Iterator[None]:
+def state_kept(fn: Callable[..., Any]) -> Iterator[None]:
     """Put the random generators and a module's buffers back."""
     module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     owners = list(module.modules()) if isinstance(module, torch.nn.Module) else []
