@@ -88,7 +88,7 @@ _ALL = (
     Arm("fuseboard", 'torch.compile(model, backend="fuseboard"), its defaults', _fuseboard),
     _fuseboard_with("fuseboard-eager", 'backends=["eager"]: the cost of the board itself', "eager"),
     _fuseboard_with("fuseboard-mkldnn", 'backends=["mkldnn", "eager"]', "mkldnn", "eager"),
-    _fuseboard_with("fuseboard-inductor", 'backends=["inductor", "eager"]', "inductor", "eager"),
+    _fuseboard_with("fuseboard-inductor", 'backends=["inductor"]', "inductor"),
 )
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ALL}

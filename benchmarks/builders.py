@@ -22,6 +22,7 @@ from benchmarks.protocol import POOL_SIZE
 
 WEIGHT_SEED = 1234
 INPUT_SEED = 4321
+LLAMA_WORDS = 8000
 #: Whose docstrings MiniLM embeds. Modules that every CPython has and that import at once.
 _DOCUMENTED = ("argparse", "collections", "difflib", "fractions", "heapq", "inspect", "random")
 
@@ -32,11 +33,13 @@ class Workload:
 
     :ivar module: returns one tensor; a loss where ``training``.
     :ivar inputs: ``POOL_SIZE`` tuples of positional arguments, all of the same shapes.
+    :ivar optimizer: a training call ends with a step of AdamW; else with the backward.
     """
 
     module: nn.Module
     inputs: list[tuple[Tensor, ...]]
     training: bool = False
+    optimizer: bool = True
 
 
 class _Call(nn.Module):
@@ -188,19 +191,33 @@ def gpt2(batch: int, length: int) -> Workload:
     return Workload(_Call(model, "logits", "input_ids"), _tokens(50257, batch, length))
 
 
-def llama(batch: int, length: int) -> Workload:
-    model = _from_config(
+def llama(batch: int, length: int, layers: int = 8) -> Workload:
+    model = _llama(layers).eval()
+    return Workload(_Call(model, "logits", "input_ids"), _tokens(LLAMA_WORDS, batch, length))
+
+
+def train_llama(batch: int, length: int, layers: int) -> Workload:
+    """Forward and backward; AdamW's share would hide what the compiled part costs."""
+    tokens = _tokens(LLAMA_WORDS, batch, length + 1)
+    inputs: list[tuple[Tensor, ...]] = [
+        (ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for (ids,) in tokens
+    ]
+    loss = _Loss(_Call(_llama(layers).train(), "logits", "input_ids"))
+    return Workload(loss, inputs, training=True, optimizer=False)
+
+
+def _llama(layers: int) -> nn.Module:
+    return _from_config(
         "LlamaForCausalLM",
         "LlamaConfig",
-        vocab_size=8000,
+        vocab_size=LLAMA_WORDS,
         hidden_size=512,
         intermediate_size=1376,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         max_position_embeddings=512,
         use_cache=False,
-    ).eval()
-    return Workload(_Call(model, "logits", "input_ids"), _tokens(8000, batch, length))
+    )
 
 
 def resnet50(batch: int) -> Workload:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import json
 import math
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import verification
+from benchmarks import spans, verification
 from benchmarks.arms import ARMS, Arm
 from benchmarks.builders import Workload
 from benchmarks.models import MODELS
@@ -42,18 +43,19 @@ Run = Callable[..., Tensor]
 
 
 class TrainingStep:
-    """Forward, backward and AdamW: gradients stay readable until the next call."""
+    """Forward, backward and perhaps AdamW: gradients stay readable until the next call."""
 
-    def __init__(self, loss: Run, module: nn.Module) -> None:
+    def __init__(self, loss: Run, module: nn.Module, optimizer: bool = True) -> None:
         self.loss = loss
         self.module = module
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4) if optimizer else None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         loss = self.loss(*inputs)
         loss.backward()
-        self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         return loss
 
     def answers(self, loss: Tensor) -> list[Tensor]:
@@ -77,10 +79,12 @@ def first_call(arm: Arm, workload: Workload) -> tuple[Run, float, list[Tensor]]:
     # Copying weights for training isn't part of compiling, so it happens before the clock starts.
     own = workload
     if workload.training:
-        own = Workload(copy.deepcopy(workload.module), workload.inputs, training=True)
+        own = dataclasses.replace(workload, module=copy.deepcopy(workload.module))
     start = time.perf_counter()
     compiled = arm.compile(own.module)
-    run: Run = TrainingStep(compiled, own.module) if own.training else compiled
+    run: Run = compiled
+    if own.training:
+        run = TrainingStep(compiled, own.module, own.optimizer)
     answer = run(*own.inputs[0])
     seconds = time.perf_counter() - start
     if isinstance(run, TrainingStep):
@@ -94,7 +98,7 @@ def reference_answers(workload: Workload) -> list[Tensor] | None:
     inputs = verification.as_double(workload.inputs[0])
     try:
         if workload.training:
-            run = TrainingStep(module, module)
+            run = TrainingStep(module, module, workload.optimizer)
             return run.answers(run(*inputs))
         return [module(*inputs)]
     except (NotImplementedError, RuntimeError) as error:
@@ -166,11 +170,26 @@ def board_notes() -> dict[str, Any]:
     graphs = ledger.graphs()
     return {
         "ops": dict(Counter(node.backend for graph in graphs for node in graph.nodes)),
+        "graphs": [_graph_notes(graph) for graph in graphs],
         "trips": [
             f"{trip.plugin} in {trip.stage}: {trip.error.splitlines()[0] if trip.error else '?'}"
             for graph in graphs
             for trip in graph.trips
         ],
+    }
+
+
+def _graph_notes(graph: Any) -> dict[str, Any]:
+    """How one graph was cut, and what the report says of the plan."""
+    reasons = Counter(node.reason for node in graph.nodes if node.backend != "board")
+    return {
+        "name": graph.name,
+        "regions": len(graph.regions),
+        "lowered": sum(not region.same_as for region in graph.regions),
+        "whole": any(region.whole for region in graph.regions),
+        "reason": reasons.most_common(1)[0][0] if reasons else "",
+        "notes": list(graph.notes),
+        "seconds": dict(graph.seconds),
     }
 
 
@@ -213,6 +232,41 @@ def phase_first(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, A
     return {"first_s": first_s, "peak_bytes": peak_bytes(), "model_peak_bytes": base_bytes}
 
 
+def phase_compile(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """The parts of a first call, after a trivial compile that pays what any first compile pays.
+
+    ``trivial_s``: imports, CPU feature checks, precompiled headers, helper processes.
+    ``lowering_s``: the first call, less one like those that follow, Dynamo's part and AOTAutograd.
+    """
+    step(f"{arm.name}, a trivial compile")
+    tiny = Workload(_Tiny(), [(torch.rand(64),)], workload.training, optimizer=False)
+    _, trivial_s, _ = first_call(arm, tiny)
+    step(f"{arm.name}, first call")
+    with spans.watched() as parts:
+        run, first_s, _ = first_call(arm, workload)
+    step("calls")
+    calls = [timed(run, workload.inputs[i % len(workload.inputs)])[0] for i in range(MEMORY_CALLS)]
+    call_s = statistics.median(calls)
+    return {
+        "trivial_s": trivial_s,
+        "first_s": first_s,
+        "call_s": call_s,
+        "lowering_s": first_s - call_s - parts.dynamo_s - parts.aot_s,
+        **dataclasses.asdict(parts),
+    }
+
+
+class _Tiny(nn.Module):
+    """Pointwise, a reduction, one weight: shares no kernel with a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).cos().sum()
+
+
 def phase_recompiles(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
     """How many graphs are compiled when batch sizes follow each other. For models of one input."""
     (template,) = workload.inputs[0]
@@ -235,7 +289,12 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-PHASES = {"full": phase_full, "first": phase_first, "recompiles": phase_recompiles}
+PHASES = {
+    "full": phase_full,
+    "first": phase_first,
+    "compile": phase_compile,
+    "recompiles": phase_recompiles,
+}
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
