@@ -79,6 +79,18 @@ def test_the_title_names_the_functions_or_is_given():
     """In the tab and as the heading."""
     assert "<title>Net.forward · fuseboard</title>" in layered(1).to_html()
     assert "<h1>a &amp; b</h1>" in layered(1).to_html(title="a & b")
+    resumed = [layered(1).graphs[0], layered(1).graphs[0]]
+    resumed[1].frame = "1/0 Net.torch_dynamo_resume_in_forward_at_12 (/a/model.py:10)"
+    assert "<h1>Net.forward</h1>" in Explanation(resumed).to_html()
+
+
+def test_a_stage_has_one_colour_in_all_graphs():
+    """A forward graph hasn't the stage that an inference graph begins with."""
+    first, second = layered(1).graphs[0], layered(1).graphs[0]
+    first.seconds = {"fuse": 0.5, "lower": 0.5}
+    second.seconds = {"lower": 0.5}
+    page = Explanation([first, second]).to_html()
+    assert re.findall(r'class="key (stage\d)"', page) == ["stage0", "stage2", "stage2"]
 
 
 def test_nothing_compiled_is_a_page_as_well():

@@ -45,6 +45,7 @@ SECTIONS = (
 _SCRIPTS = ("dagre.min.js", "boxes.js", "details.js", "diagram.js", "page.js")
 #: So many backends have colours and patterns of their own; further ones share them.
 _STYLES = 8
+_STAGES = ("fuse", "partition", "lower", "profile")
 
 
 def render_page(explanation: Explanation, title: str = "") -> str:
@@ -127,7 +128,9 @@ def _hash(text: str) -> str:
 
 
 def _title(explanation: Explanation) -> str:
+    # The parts of a function that graph breaks cut are one function.
     names = [_function(graph).partition(" (")[0] for graph in explanation.graphs]
+    names = [name.partition(", resumed")[0] for name in names]
     names = names or [found.function for found in explanation.breaks or ()]
     return words.first(list(dict.fromkeys(filter(None, names)))) or "nothing compiled"
 
@@ -156,8 +159,10 @@ def _short(region: str) -> str:
 
 
 def _stages(seconds: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """Stage, seconds, and the CSS class of its part of the bar."""
-    return [(stage, s, f"stage{i % _STYLES}") for i, (stage, s) in enumerate(seconds.items())]
+    """Stage, seconds, and the CSS class of its part of the bar: the same one in each graph."""
+    order = dict.fromkeys((*_STAGES, *seconds))
+    styles = {stage: f"stage{i % _STYLES}" for i, stage in enumerate(order)}
+    return [(stage, s, styles[stage]) for stage, s in seconds.items()]
 
 
 def _backends(graphs: Sequence[GraphReport]) -> list[tuple[str, int, str]]:
