@@ -175,11 +175,8 @@ class Lowering:
             return dataclasses.replace(self, counter=own)._lower_graph(static, told)
 
         specialised = Specialised(region, self.session, self.report, report, lower)
-        return Lowered(
-            region,
-            specialised.call,
-            tuple(range(len(region.graph.graph.find_nodes(op="placeholder")))),
-        )
+        count = len(region.graph.graph.find_nodes(op="placeholder"))
+        return Lowered(region, specialised.call, specialised.call, tuple(range(count)))
 
     def _lower_graph(self, region: Region, report: RegionReport) -> Lowered:
         session, backend = self.session, region.backend

@@ -113,6 +113,7 @@ class _Extraction:
         for node in cut.inputs:
             new[node] = region.placeholder(node.name)
             new[node].meta = dict(node.meta)
+            new[node].meta.pop("unbacked_bindings", None)  # bound where it is made, not here
         for node in [*attributes, *body]:
             new[node] = region.node_copy(node, new.__getitem__)
             new[node].meta = dict(node.meta)
