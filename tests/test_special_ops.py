@@ -22,7 +22,7 @@ import fuseboard
 from fuseboard import BackendInfo, Claim, Decline
 from fuseboard.partition.claims import why_unsupported
 from fuseboard.report.data import ledger
-from tests.support.backends import all_trips, last_graph, plugged
+from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd
 
 LINEAR = nn.Linear(16, 16)
@@ -251,6 +251,32 @@ def test_ops_with_effects_run_in_eager_whoever_claims_them():
     assert homes == {"eager"}
     assert declined("with_effects", "greedy").startswith("it has effects beyond its results")
     assert {n.backend for n in report.nodes if n.op == "aten.relu.default"} == {"greedy"}
+
+
+def test_effects_are_not_repeated_after_a_later_failure():
+    """That call fails, since eager would have the effects again; the next one runs in eager."""
+    failing = [True]
+
+    def call(eager_call, region):
+        def run(args):
+            if failing and "sin" in str(region.graph.graph):
+                raise RuntimeError("out of luck")
+            return eager_call(args)
+
+        return run
+
+    def program(x):
+        return torch.ops.fuseboard_tests.say(x * 2).sin()
+
+    x = rnd(4, 16)
+    with plugged("fragile", call=call), torch.no_grad():
+        fn = compiled(program, "fragile")
+        SAID.clear()
+        with pytest.raises(fuseboard.RegionError, match="effects of this call can't be repeated"):
+            fn(x)
+        assert len(SAID) == 1
+        torch.testing.assert_close(fn(x), (x * 2).sin())
+        assert len(SAID) == 2
 
 
 def test_what_a_backend_declines_counts_inside_of_control_flow():

@@ -25,8 +25,8 @@ from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.claims import arbitrate, why_unsupported
 from fuseboard.partition.joint import split_joint
-from fuseboard.partition.pins import Pins, Wishes
 from fuseboard.partition.parts import check_parts
+from fuseboard.partition.pins import Pins, Wishes
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.regions import cut_regions

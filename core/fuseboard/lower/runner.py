@@ -27,6 +27,7 @@ from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.weights import WeightSets, address_of, any_version, run_prepare
 from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.partition.regions import Cut
+from fuseboard.partition.stages import has_effects
 from fuseboard.profile.verify import shares_storage
 from fuseboard.report.data import GraphReport
 
@@ -322,6 +323,7 @@ class Runner:
         """After a region raised: eager's answer, or eager's exception.
 
         An exception that eager raises as well is the user's own and passes through unchanged.
+        A call whose effects may have happened isn't repeated; its failure is raised.
 
         :param lowered: what the function that failed was built from; another thread may have
             replaced some of it since.
@@ -329,6 +331,8 @@ class Runner:
         """
         if number < 0 and self._admits_inference_tensors():
             return self.function(inputs)
+        if any(map(has_effects, (n for s in self.sites[: number + 1] for n in s.cut.nodes))):
+            raise self._blame(lowered, error, number, "effects of this call can't be repeated")
         if random_state is not None:
             torch.set_rng_state(random_state)
         try:
@@ -342,8 +346,14 @@ class Runner:
         self._contain(lowered[number], error, "eager")
         return results
 
-    def _blame(self, lowered: Sequence[Lowered], error: Exception, number: int) -> Exception:
-        """After a region raised in a call that can't be repeated, since it let its inputs go.
+    def _blame(
+        self,
+        lowered: Sequence[Lowered],
+        error: Exception,
+        number: int,
+        why: str = "the call's saved tensors are gone",
+    ) -> Exception:
+        """After a region raised in a call that can't be repeated.
 
         What takes its place runs from the next call on.
         """
@@ -353,7 +363,7 @@ class Runner:
         if region.backend == "eager":
             return error
         self._contain(lowered[number], error, "nothing in this call, eager from the next one on")
-        return region_error(region, "run", error, "the call's saved tensors are gone")
+        return region_error(region, "run", error, why)
 
     def _contain(self, lowered: Lowered, error: Exception, instead: str) -> None:
         """Run what failed, and all that shares its code, in eager from now on.

@@ -75,6 +75,24 @@ def keeps_order(node: Node) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def has_effects(node: Node) -> bool:
+    """Whether running a node twice can be told from running it once: more than a random draw.
+
+    Ordered effects (``torch.ops.higher_order.with_effects``), collectives, and ops that torch
+    keeps although nobody reads them, such as writes; checks of values aside.
+    """
+    target = node.target
+    if target is torch.ops.higher_order.with_effects:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace.startswith("_c10d_functional"):
+        return True
+    if target._opname.startswith(("_assert", "sym_constrain")):
+        return False
+    return bool(node.is_impure()) and torch.Tag.nondeterministic_seeded not in target.tags
+
+
 # --- units: what moves through the stages together ----------------------------------------------
 
 
