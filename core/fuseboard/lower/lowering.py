@@ -107,7 +107,10 @@ class Lowering:
         report.backend = known.region.backend
         report.same_as = known.region.name
         report.hoisted = known.values
-        region = dataclasses.replace(region, backend=report.backend)
+        options = self.session.options(report.backend)
+        region = dataclasses.replace(region, backend=report.backend, options=options)
+        if self._wants_numbers(region):
+            return self._specialise(region, report)
         bare, shown = self._bare[region.signature]
         shown = dataclasses.replace(shown, name=region.name, source=region.source)
         answer = wrap_region(bare, shown, region, self.session, self.report, report)
@@ -162,21 +165,36 @@ class Lowering:
         return list(dict.fromkeys([cut.backend, *able, order[-1]]))
 
     def _lower_on(self, region: Region, report: RegionReport) -> Lowered:
+        if self._wants_numbers(region):
+            return self._specialise(region, report)
+        return self._lower_graph(region, report)
+
+    def _wants_numbers(self, region: Region) -> bool:
+        """Whether a region has symbolic sizes, and its backend can't have them."""
         info = next(info for info in self.session.backends if info.name == region.backend)
-        if info.dynamic_shapes or not is_symbolic(region.graph):
-            return self._lower_graph(region, report)
-        # Each specialisation numbers its fusions as the first did.
+        return not info.dynamic_shapes and is_symbolic(region.graph)
+
+    def _specialise(self, region: Region, report: RegionReport) -> Lowered:
+        """Code for each combination of sizes; isomorphic regions share what the backend makes."""
         counter = self.counter
         offered = counter.offered
 
         def lower(static: Region, told: RegionReport) -> Lowered:
+            known = self._known.get(static.signature)
+            if known is not None:
+                return self._again(known, static, told)
+            # Each specialisation numbers its fusions as the first did.
             first = not report.specialised
             own = counter if first else dataclasses.replace(counter, offered=offered, applied=[])
-            return dataclasses.replace(self, counter=own)._lower_graph(static, told)
+            lowering = dataclasses.replace(self, counter=own)
+            lowering._known, lowering._bare = self._known, self._bare
+            made = lowering._lower_graph(static, told)
+            self._known[static.signature] = made
+            return made
 
-        specialised = Specialised(region, self.session, self.report, report, lower)
+        call = Specialised(region, self.session, self.report, report, lower).call
         count = len(region.graph.graph.find_nodes(op="placeholder"))
-        return Lowered(region, specialised.call, specialised.call, tuple(range(count)))
+        return Lowered(region, call, call, tuple(range(count)))
 
     def _lower_graph(self, region: Region, report: RegionReport) -> Lowered:
         session, backend = self.session, region.backend
