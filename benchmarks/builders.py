@@ -259,6 +259,24 @@ def train_nanogpt(batch: int = 12, length: int = 64, vocabulary: int = 65) -> Wo
     return Workload(_Loss(_Call(model, "logits", "input_ids")), list(inputs), training=True)
 
 
+def train_gpt2(batch: int, length: int) -> Workload:
+    """GPT-2 small, forward and backward, no dropout."""
+    model = _from_config(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    ).train()
+    inputs: list[tuple[Tensor, ...]] = [
+        (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        for (ids,) in _tokens(50257, batch, length + 1)
+    ]
+    loss = _Loss(_Call(model, "logits", "input_ids"))
+    return Workload(loss, inputs, training=True, optimizer=False)
+
+
 def train_resnet18(batch: int = 32, size: int = 32) -> Workload:
     model = _from_config(
         "ResNetForImageClassification",

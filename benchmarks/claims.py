@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
-from benchmarks import pairs
+from benchmarks import compile_time, pairs
+from benchmarks.findings import Finding, judge_at_least, verdict
 from benchmarks.imports import ImportCost, measure_imports
 from benchmarks.pairs import Pair
+from benchmarks.partitioning import CASES, LIMIT_S, NODES, Partitioned, measure_partitioning
 from benchmarks.processes import Caches, empty_caches
 from benchmarks.session import Session
-from benchmarks.stats import Estimate
-
-Verdict = Literal["yes", "within the interval", "no", "not measured"]
 
 THREADS = 1
 MEMORY_MODELS = ("minilm-8x64", "bert-base-4x128", "resnet50-b4")
 MEMORY_LIMIT = 1.05
 COLD_LIMIT = 0.25
+COLD_MODELS = ("bert-base-1x128", "gpt2-1x128", "llama24-1x128", "resnet50-b1")
+COLD_DEFAULT_LIMIT = 0.6
+BUDGET_MODEL = "train-gpt2-4x256"
+BUDGET_LIMIT = 0.75
 IMPORT_LIMIT_MS = 50.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A claim and what came of it.
-
-    :ivar holds: ``within the interval``: the figure falls short, but its interval reaches.
-    """
-
-    claim: str
-    measured: str
-    holds: Verdict
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,10 +35,11 @@ class Scale:
     cold: int = 2
     memory: int = 2
     imports: int = 10
+    partitions: int = 3
 
 
 FULL = Scale()
-QUICK = Scale(pairs=1, cold=1, memory=1, imports=4)
+QUICK = Scale(pairs=1, cold=1, memory=1, imports=4, partitions=1)
 
 
 @dataclass(frozen=True)
@@ -61,12 +52,6 @@ class Check:
     name: str
     run: Callable[[Session, Scale], list[Finding]]
     workers: Callable[[Scale], int]
-
-
-def judge_at_least(estimate: Estimate, limit: float) -> Verdict:
-    if estimate.value >= limit:
-        return "yes"
-    return "within the interval" if estimate.high >= limit else "no"
 
 
 def _speed_check(
@@ -96,27 +81,36 @@ def speed_finding(claim: str, pair: Pair, limit: float, *, by_latency: bool) -> 
     return Finding(claim, measured, judge_at_least(judged, limit), data)
 
 
-def _cold(session: Session, scale: Scale) -> list[Finding]:
-    """First calls with every cache empty; Inductor's again where only its headers are left."""
-    model, ours, theirs = "resnet50-b4", "fuseboard-mkldnn", "inductor"
-    seconds: dict[str, list[float]] = {ours: [], theirs: [], f"{theirs}, headers kept": []}
-    for _ in range(scale.cold):
+def _cold_check(
+    name: str, models: Sequence[str], ours: str, theirs: str, limit: float, share: str
+) -> Check:
+    """A claim that arm ``ours`` has its first answer in at most ``limit`` of ``theirs``'s time."""
+
+    def run(session: Session, scale: Scale) -> list[Finding]:
+        return [_cold(session, scale.cold, model, ours, theirs, limit, share) for model in models]
+
+    return Check(name, run, lambda scale: 4 * scale.cold * len(models))
+
+
+def _cold(
+    session: Session, repeats: int, model: str, ours: str, theirs: str, limit: float, share: str
+) -> Finding:
+    """First calls with every cache empty; and again where only a machine's headers are left."""
+    claim = f"{model}: cold first call of {ours} at most {share} of {theirs}'s"
+    seconds: dict[str, list[float]] = {}
+    for _ in range(repeats):
         for arm in (ours, theirs):
             with empty_caches() as caches:
-                if failure := _first(session, model, arm, caches, seconds[arm]):
-                    return [Finding(_COLD_CLAIM, failure, "no")]
-                if arm == theirs:
+                for name in (arm, f"{arm}, headers kept"):
+                    if failure := _first(session, model, arm, caches, seconds.setdefault(name, [])):
+                        return Finding(claim, failure, "no")
                     caches.forget_graphs()
-                    kept = seconds[f"{theirs}, headers kept"]
-                    if failure := _first(session, model, arm, caches, kept):
-                        return [Finding(_COLD_CLAIM, failure, "no")]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = medians[ours] / medians[theirs]
-    measured = f"{ratio:.3f}; " + ", ".join(f"{n} {v:.2f} s" for n, v in medians.items())
-    return [Finding(_COLD_CLAIM, measured, _verdict(ratio <= COLD_LIMIT), {"seconds": seconds})]
-
-
-_COLD_CLAIM = "resnet50-b4: cold first call of fuseboard-mkldnn at most 1/4 of inductor's"
+    kept = medians[f"{ours}, headers kept"] / medians[f"{theirs}, headers kept"]
+    measured = f"{ratio:.3f}, headers kept {kept:.3f}; "
+    measured += ", ".join(f"{n} {v:.2f} s" for n, v in medians.items())
+    return Finding(claim, measured, verdict(ratio <= limit), {"seconds": seconds})
 
 
 def _first(session: Session, model: str, arm: str, caches: Caches, seconds: list[float]) -> str:
@@ -146,7 +140,7 @@ def _memory_of(session: Session, scale: Scale, model: str) -> Finding:
                 values.append(outcome.values["peak_bytes"])
     ours, theirs = (statistics.median(values) for values in peaks.values())
     measured = f"{ours / theirs:.3f}; {ours / 2**20:.0f} MiB, {theirs / 2**20:.0f} MiB"
-    return Finding(claim, measured, _verdict(ours <= MEMORY_LIMIT * theirs), {"peaks": peaks})
+    return Finding(claim, measured, verdict(ours <= MEMORY_LIMIT * theirs), {"peaks": peaks})
 
 
 def _graphs(session: Session, scale: Scale) -> list[Finding]:
@@ -166,7 +160,7 @@ def _graphs(session: Session, scale: Scale) -> list[Finding]:
         f"{arm}: {v['graphs_after']} graphs, {v['dynamo']['graph_breaks']} breaks"
         for arm, v in values.items()
     )
-    return [Finding(claim.format(batches), measured, _verdict(holds), values)]
+    return [Finding(claim.format(batches), measured, verdict(holds), values)]
 
 
 def _imports(session: Session, scale: Scale) -> list[Finding]:
@@ -179,11 +173,51 @@ def import_finding(cost: ImportCost) -> Finding:
         f"{cost.difference} ms; torch itself {cost.torch} ms"
     )
     claim = f"import fuseboard costs at most {IMPORT_LIMIT_MS:g} ms beyond torch's own import"
-    return Finding(claim, measured, _verdict(cost.added.value <= IMPORT_LIMIT_MS), {"cost": cost})
+    return Finding(claim, measured, verdict(cost.added.value <= IMPORT_LIMIT_MS), {"cost": cost})
 
 
-def _verdict(holds: bool) -> Verdict:
-    return "yes" if holds else "no"
+def _compile_time(session: Session, scale: Scale) -> list[Finding]:
+    return compile_time.findings(session, scale.cold)
+
+
+def _repeats_speed(session: Session, scale: Scale) -> list[Finding]:
+    return compile_time.speed_findings(session, scale.pairs)
+
+
+def _partitioning(session: Session, scale: Scale) -> list[Finding]:
+    cases = measure_partitioning(NODES, scale.partitions, session.advance)
+    return [partitioning_finding(case) for case in cases]
+
+
+def partitioning_finding(case: Partitioned) -> Finding:
+    claim = f"{case.case}: {case.ops:,} ops claimed, planned and cut in at most {LIMIT_S:g} s"
+    steps = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in case.seconds.items())
+    measured = f"{case.total_s:.2f} s; {case.regions:,} regions; {steps}"
+    return Finding(claim, measured, verdict(case.total_s <= LIMIT_S), {"case": case})
+
+
+def _budget(session: Session, scale: Scale) -> list[Finding]:
+    """A training step under half the memory budget, its gradients held against float64."""
+    claim = (
+        f"{BUDGET_MODEL}: a memory budget of 0.5 lowers the peak by at least 25%, same gradients"
+    )
+    outcome = session.measure(BUDGET_MODEL, "fuseboard", THREADS, "budget")
+    if outcome.failure:
+        return [Finding(claim, outcome.failure, "no")]
+    points = {point["budget"]: point for point in outcome.values["points"]}
+    half, all_, eager = (points[budget] for budget in (0.5, 1.0, None))
+    ratios = [half[key] / all_[key] for key in ("peak_bytes", "saved_bytes", "latency_us")]
+    peaks = ", ".join(
+        f"{name} {point['peak_bytes'] / 2**20:.0f} MiB, {point['saved_bytes'] / 2**20:.0f} saved"
+        for name, point in (("half", half), ("all", all_), ("eager", eager))
+    )
+    problem = outcome.values["problem"] or "gradients as eager's"
+    measured = (
+        f"peak {ratios[0]:.3f}, between forward and backward {ratios[1]:.3f}, time "
+        f"{ratios[2]:.3f} of what budget 1 takes; {peaks}; {problem}"
+    )
+    holds = ratios[0] <= BUDGET_LIMIT and not outcome.values["problem"]
+    return [Finding(claim, measured, verdict(holds), outcome.values)]
 
 
 CHECKS = (
@@ -193,7 +227,12 @@ CHECKS = (
     _speed_check("minilm-speed", "minilm-8x64", "fuseboard", "inductor", 1.0),
     _speed_check("bert-speed", "bert-base-4x128", "fuseboard", "inductor", 1.0),
     _speed_check("resnet-speed", "resnet50-b4", "fuseboard-mkldnn", "inductor-freezing", 0.97),
-    Check("resnet-cold", _cold, lambda scale: 3 * scale.cold),
+    _cold_check("resnet-cold", ("resnet50-b4",), "fuseboard-mkldnn", "inductor", COLD_LIMIT, "1/4"),
+    _cold_check("cold-default", COLD_MODELS, "fuseboard", "inductor", COLD_DEFAULT_LIMIT, "0.6"),
+    Check("compile-time", _compile_time, lambda scale: 8 * scale.cold),
+    Check("repeats-speed", _repeats_speed, lambda scale: 4 * scale.pairs),
+    Check("partitioning", _partitioning, lambda scale: len(CASES) * scale.partitions),
+    Check("memory-budget", _budget, lambda scale: 1),
     Check("memory", _memory, lambda scale: 2 * len(MEMORY_MODELS) * (scale.memory + 1)),
 )
 

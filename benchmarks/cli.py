@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import claims, pairs, plot, results, suite
+from benchmarks import claims, compile_time, pairs, partitioning, plot, results, suite
 from benchmarks.arms import ARMS, select_arms
+from benchmarks.findings import Finding
 from benchmarks.imports import REPEATS, measure_imports
 from benchmarks.machine import describe
 from benchmarks.models import MODELS, select_models
@@ -119,7 +120,7 @@ def check(
     chosen = _checked(claims.select_checks, _split(only), "--only")
     protocol, scale = (QUICK, claims.QUICK) if quick else (FULL, claims.FULL)
     machine = _begin()
-    findings: list[claims.Finding] = []
+    findings: list[Finding] = []
 
     def work() -> None:
         total = sum(one.workers(scale) for one in chosen)
@@ -145,6 +146,52 @@ def imports_command(
         finding = claims.import_finding(measure_imports(repeats, status.update))
     console.print(results.findings_table([finding]))
     _write(out, results.document("imports", machine, FULL, [finding], complete=True))
+
+
+@app.command("compile-time")
+def compile_time_command(
+    models: Annotated[
+        str, typer.Option(help="Names or globs, separated by commas.")
+    ] = "llama4-1x128,llama24-1x128,train-llama4,train-llama24",
+    repeats: Annotated[int, typer.Option(min=1, help="Cold processes of each arm.")] = 2,
+    quick: Quick = False,
+    out: Out = RESULTS,
+) -> None:
+    """Take cold compiles apart: Dynamo, AOTAutograd, lowering; fuseboard beside Inductor."""
+    chosen = _checked(select_models, _split(models), "--models")
+    protocol = QUICK if quick else FULL
+    machine = _begin()
+    done: list[compile_time.Compile] = []
+
+    def work() -> None:
+        total = len(chosen) * len(compile_time.ARMS) * repeats
+        with Session(protocol, total, console) as session:
+            compile_time.measure(session, [model.name for model in chosen], repeats, done)
+
+    complete = _interruptible(work)
+    results.print_compiles(console, done)
+    _write(out, results.document("compile-time", machine, protocol, done, complete=complete))
+    _end(complete)
+
+
+@app.command("partitioning")
+def partitioning_command(
+    nodes: Annotated[int, typer.Option(min=100, help="Ops of each graph.")] = partitioning.NODES,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes of each case.")] = (
+        partitioning.REPEATS
+    ),
+    profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes.")] = False,
+    out: Out = RESULTS,
+) -> None:
+    """Time the partitioner step by step on large made-up graphs."""
+    machine = _begin()
+    with console.status("partitioning") as status:
+        cases = partitioning.measure_partitioning(nodes, repeats, status.update, profile)
+    console.print(results.findings_table(map(claims.partitioning_finding, cases)))
+    for case in cases:
+        if case.profile:
+            console.print(f"{case.case}\n{case.profile}", markup=False, highlight=False)
+    _write(out, results.document("partitioning", machine, FULL, cases, complete=True))
 
 
 @app.command("list")

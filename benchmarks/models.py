@@ -89,6 +89,13 @@ _ALL = (
         kind="training",
     ),
     Model(
+        "train-gpt2-4x256",
+        "GPT-2 small, 4x256; forward and backward",
+        "train_gpt2",
+        {"batch": 4, "length": 256},
+        kind="training",
+    ),
+    Model(
         "train-llama4",
         "Llama-style, 4 layers of 512, 1x128; forward and backward",
         "train_llama",

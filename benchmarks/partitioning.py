@@ -76,8 +76,8 @@ def measure_partitioning(
         environment = worker_environment(1, caches)
         for repeat in range(repeats):
             for case in CASES:
-                report(f"{case.name} · {repeat} of {repeats}")
                 answers[case.name].append(_run(case, nodes, profile, environment))
+                report(f"{case.name} · {repeat + 1} of {repeats}")
     return [_median(name, own) for name, own in answers.items()]
 
 

@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.arms import CONTROL
-from benchmarks.claims import Finding
+from benchmarks.compile_time import PARTS, Compile, how_cut
+from benchmarks.findings import Finding
 from benchmarks.pairs import Pair
 from benchmarks.protocol import Protocol
 from benchmarks.stats import CONFIDENCE
@@ -162,6 +163,27 @@ def pairs_table(pairs: Sequence[Pair]) -> Table:
         speed, latency = (escape(str(e)) if e else "-" for e in (pair.speed, pair.latency))
         table.add_row(pair.model, str(pair.threads), speed, latency, *calls, escape(pair.failure))
     return table
+
+
+def print_compiles(console: Console, compiles: Sequence[Compile]) -> None:
+    """A row for each arm on each model; below it how fuseboard cut the graphs."""
+    table = Table(title="Cold compiles, seconds", title_justify="left", box=SIMPLE)
+    table.add_column("model", no_wrap=True)
+    table.add_column("arm", no_wrap=True)
+    columns = ("Dynamo", "AOTAutograd", "of which split", "lowering", "first call", "a call")
+    for name in (*columns, "first compile of a process", "failure"):
+        table.add_column(name, justify="right")
+    measured = [c for c in compiles if c.workers]
+    for c in measured:
+        table.add_row(c.model, c.arm, *(f"{c.seconds(part):.2f}" for part in PARTS), c.failure)
+    console.print(table)
+    for c in compiles:
+        if not c.workers and c.failure:
+            console.print(escape(f"{c.model}, {c.arm}: {c.failure}"))
+    for c in measured:
+        for graph in c.graphs:
+            if graph["regions"]:
+                console.print(escape(f"{c.model}: {how_cut(graph)}"))
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:

@@ -38,6 +38,8 @@ PROGRESS = "@step "
 MEMORY_CALLS = 10
 #: Batch sizes of the recompile probe: the second makes the batch dynamic, the others must reuse it.
 PROBED_BATCHES = (64, 48, 33, 7)
+#: Memory budgets of the ``budget`` phase: all that min-cut would save, and half of it.
+BUDGETS = (1.0, 0.5)
 
 Run = Callable[..., Tensor]
 
@@ -241,6 +243,8 @@ def phase_compile(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str,
     step(f"{arm.name}, a trivial compile")
     tiny = Workload(_Tiny(), [(torch.rand(64),)], workload.training, optimizer=False)
     _, trivial_s, _ = first_call(arm, tiny)
+    if arm.is_fuseboard:
+        _forget_graphs()
     step(f"{arm.name}, first call")
     with spans.watched() as parts:
         run, first_s, _ = first_call(arm, workload)
@@ -254,6 +258,13 @@ def phase_compile(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str,
         "lowering_s": first_s - call_s - parts.dynamo_s - parts.aot_s,
         **dataclasses.asdict(parts),
     }
+
+
+def _forget_graphs() -> None:
+    """The notes are to tell of the model's graphs alone."""
+    from fuseboard.report.data import ledger
+
+    ledger.clear()
 
 
 class _Tiny(nn.Module):
@@ -279,6 +290,26 @@ def phase_recompiles(arm: Arm, workload: Workload, protocol: Protocol) -> dict[s
     return {"batches": list(PROBED_BATCHES), "graphs_after": graphs}
 
 
+def phase_budget(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """A training step under memory budgets, and the gradients of the smallest against float64."""
+    import fuseboard
+
+    step("eager, first call")
+    _, _, eager = first_call(ARMS["eager"], workload)
+    step("float64 reference")
+    reference = reference_answers(workload)
+    step(f"{arm.name}, budget {BUDGETS[-1]}")
+    with fuseboard.settings(memory_budget=BUDGETS[-1]):
+        _, _, answers = first_call(arm, workload)
+    problem = verification.problem_with(answers, eager, reference)
+    del eager, reference, answers
+    step("budgets")
+    points = fuseboard.measure_memory(
+        arm.compile(workload.module), workload.inputs[0], BUDGETS, loss=lambda loss: loss
+    )
+    return {"points": [point.as_dict() for point in points], "problem": problem}
+
+
 def peak_bytes() -> int:
     """The process's ``ru_maxrss``, in bytes (kibibytes on Linux, bytes on macOS).
 
@@ -294,6 +325,7 @@ PHASES = {
     "first": phase_first,
     "compile": phase_compile,
     "recompiles": phase_recompiles,
+    "budget": phase_budget,
 }
 
 
