@@ -507,3 +507,50 @@ def test_a_pattern_that_is_none_is_an_error(pattern, error):
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: x.sin())(rnd(2))
     with pytest.raises((TypeError, ValueError), match=error):
         fuseboard.claim_patterns(graph, [pattern])
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+def test_a_view_goes_where_it_cuts_nothing():
+    """``first`` takes views and ``sin``; between two products of ``second`` a view is second's."""
+
+    def f(x, w):
+        return ((x @ w).view(4, 16).t() @ (x @ w).view(4, 16)).sin()
+
+    with (
+        plugged("views", claim=claim_ops("view", "t", "permute", "sin")),
+        plugged("products", claim=claim_ops("mm", "view", "t", "permute")),
+        torch.no_grad(),
+    ):
+        fn = compiled(f, "views", "products", min_region_us=0.0)
+        x, w = rnd(8, 8), rnd(8, 8, seed=1)
+        assert_same(fn(x, w), f(x, w))
+    homes = {node.op.split(".")[1]: node.backend for node in last_graph().nodes}
+    assert homes["mm"] == homes["view"] == "products"
+    assert homes["sin"] == "views"
+    assert [region.backend for region in last_graph().regions] == ["products", "views"]
+
+
+def test_a_pinned_view_stays():
+    """What the user said counts more."""
+
+    def f(x, w):
+        return (x @ w).t() @ w
+
+    with (
+        plugged("views", claim=claim_ops("t", "permute")),
+        plugged("products", claim=claim_ops("mm", "t", "permute")),
+        torch.no_grad(),
+    ):
+        fn = compiled(
+            f,
+            "views",
+            "products",
+            min_region_us=0.0,
+            pin={"aten.t": "views", "aten.permute": "views"},
+        )
+        x, w = rnd(8, 8), rnd(8, 8, seed=1)
+        assert_same(fn(x, w), f(x, w))
+    homes = [node.backend for node in last_graph().nodes if "mm" not in node.op]
+    assert homes == ["views"]

@@ -15,6 +15,7 @@ from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Po
 from fuseboard.partition.estimate import estimate_us
 from fuseboard.partition.repeats import repeated_regions
 from fuseboard.partition.stages import contraction_cycle, stage_nodes
+from fuseboard.partition.views import pull_views
 
 #: A claim whose native nodes do less of its estimated work than this goes to a later backend
 #: that runs natively what the claim would only carry along.
@@ -65,6 +66,7 @@ def plan_by_priority(
         for position, name in enumerate(order)
     }
     chosen = _choose(nodes, worthwhile, order, pins)
+    chosen = pull_views(nodes, chosen, claims, pins)
     placements = _without_crumbs(chosen, work, order, min_region_us, pins)
     regions = len(set(stage_nodes(nodes, placements).values()))
     if regions > MAX_REGIONS:
