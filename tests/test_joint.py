@@ -81,6 +81,7 @@ def check_gradients(model, x, target=None, fullgraph=False, **options):
     :param target: makes what is compiled from a module; the module itself by default.
     """
     target = target or (lambda module: module)
+    model.zero_grad()
     twin = copy.deepcopy(model)
     taken = []
 

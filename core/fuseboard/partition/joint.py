@@ -7,7 +7,7 @@ torch's partitioners do the splitting. What is decided here goes to them as tags
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,15 @@ from fuseboard.contracts import JointPolicy, Knapsack
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.partition.replay import draws, hides_draws, settle_replays, worth_replaying
 
+Parts = tuple[GraphModule, GraphModule]
+
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+#: How often min-cut is asked for less, until what it saves is within the budget.
+_TRIES = 5
+
+#: In a node's metadata: the tag is the board's own, since the node can't simply run again.
+_KEPT = "fuseboard.kept"
 
 
 def split_joint(
@@ -42,35 +50,71 @@ def split_joint(
     and code in ``with fuseboard.memory_budget(value)`` is treated as that budget for the whole
     graph would treat it.
     """
-
     forward = _forward_nodes(joint)
-    kept = _keep_what_cannot_repeat(joint, forward)
+    _keep_what_cannot_repeat(joint, forward)
     whole = {"default": None, "recompute_all": 0.0, "min_cut": memory_budget}[policy]
 
-    def min_cut(graph: GraphModule, budget: float) -> tuple[GraphModule, GraphModule]:
+    def min_cut(graph: GraphModule, budget: float) -> Parts:
         return torch_internals.min_cut_partition(
             graph, inputs, num_fwd_outputs, static_inputs, budget, knapsack, keywords
         )
 
     shares = _shares(forward, whole)
     # Every split of a copy comes before the first tag: it shows what its budget alone would choose.
-    splits = {budget: min_cut(_copy(joint), budget)[1] for budget in shares if budget > 0}
+    splits = {budget: _within(joint, budget, min_cut) for budget in shares if budget > 0}
     for budget, nodes in shares.items():
         if budget > 0:
-            _follow(nodes, splits[budget])
+            _follow(nodes, splits[budget][1])
         else:
-            _recompute(nodes, kept)
-    for node in forward:
-        if node.target is operator.getitem and _is_recomputed(node.args[0]):
-            node.meta.setdefault("recompute", RECOMPUTE)
+            _recompute(nodes)
     if whole is None:
         parts = torch_internals.default_partition(
             joint, inputs, num_fwd_outputs, static_inputs, keywords
         )
     else:
-        parts = min_cut(joint, 1.0 if shares else whole)
+        done = shares or whole == 1
+        parts = min_cut(joint, 1.0) if done else _within(joint, whole, min_cut)
     settle_replays(*parts)
     return parts
+
+
+def _within(joint: GraphModule, budget: float, min_cut: Callable[..., Parts]) -> Parts:
+    """A split of a copy of ``joint`` that saves no more than the budget says.
+
+    torch's own budget is a share of what its knapsack may choose from, which leaves out what
+    min-cut saves besides: on GPT-2 0.5 saves 0.71 of the bytes. So what is saved is looked at, and
+    torch asked for less until it fits.
+    """
+    full = min_cut(_copy(joint), 1.0)
+    if budget == 1:
+        return full
+    copy = _copy(joint)
+    _recompute(_forward_nodes(copy))
+    bare = min_cut(copy, 1.0)
+    least = _saved_bytes(bare[1])
+    room = budget * (_saved_bytes(full[1]) - least)
+    if room <= 0:
+        return full
+    asked = budget
+    for _ in range(_TRIES):
+        parts = min_cut(_copy(joint), asked)
+        taken = _saved_bytes(parts[1]) - least
+        if taken <= room:
+            return parts
+        asked *= 0.95 * room / taken
+    return bare
+
+
+def _saved_bytes(backward: GraphModule) -> int:
+    """What a backward is given, each storage once; all but this is the same for every split."""
+    sizes: dict[Any, int] = {}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not str(node.target).startswith("primals"):
+            size = torch_internals.size_hint(value.numel()) * value.itemsize
+            place = torch_internals.storage_address(value)
+            sizes[place] = max(sizes.get(place, 0), size)
+    return sum(sizes.values())
 
 
 def _shares(forward: Sequence[Node], whole: float | None) -> dict[float, list[Node]]:
@@ -116,19 +160,17 @@ def _forward_nodes(joint: GraphModule) -> list[Node]:
 # --- what a second run would change ---------------------------------------------------------------
 
 
-def _keep_what_cannot_repeat(joint: GraphModule, forward: Iterable[Node]) -> set[Node]:
-    """Tag what would give something else if it ran again, and say which nodes that are.
+def _keep_what_cannot_repeat(joint: GraphModule, forward: Iterable[Node]) -> None:
+    """Tag what would give something else if it ran again.
 
     Within a budget below 1 torch recomputes random ops other than dropout, ``rand_like`` and
     ``randn_like``, with other numbers (``OpTypes.is_random`` in 2.13). Those that the user
     checkpoints it replays, if they aren't inside of a higher-order op.
     """
-    kept = set()
     for node in forward:
         if hides_draws(node, joint) or (not _is_recomputed(node) and not _repeatable(node)):
+            node.meta[_KEPT] = node.meta.get("recompute") is not SAVE
             node.meta["recompute"] = SAVE
-            kept.add(node)
-    return kept
 
 
 def _is_recomputed(node: Any) -> bool:
@@ -150,18 +192,26 @@ def _has_effects(node: Node) -> bool:
 # --- tags -----------------------------------------------------------------------------------------
 
 
-def _recompute(nodes: Iterable[Node], kept: Collection[Node]) -> None:
+def _recompute(nodes: Collection[Node]) -> None:
     """Tag all that can be computed again. Draws are replayed from their state: torch sees to it."""
     for node in nodes:
         saved = node.meta.get("recompute") is SAVE
-        replayed = node in kept and draws(node) and worth_replaying(node)
+        replayed = node.meta.get(_KEPT) and draws(node) and worth_replaying(node)
         if not _untagged(node) and (replayed or not saved):
             node.meta["recompute"] = RECOMPUTE
             # Two checkpointed blocks in a row would have what is between them saved.
             node.meta.pop("ac_graph_id", None)
+    _tag_getitems(nodes)
 
 
-def _follow(nodes: Iterable[Node], backward: GraphModule) -> None:
+def _tag_getitems(nodes: Iterable[Node]) -> None:
+    """Tag getitems as what they are taken from."""
+    for node in nodes:
+        if node.target is operator.getitem and _is_recomputed(node.args[0]):
+            node.meta.setdefault("recompute", RECOMPUTE)
+
+
+def _follow(nodes: Collection[Node], backward: GraphModule) -> None:
     """Tag nodes as a split of a copy treated them: its backward reads them or computes them.
 
     What it does neither with, because something later was saved, stays untagged: min-cut decides
@@ -175,6 +225,7 @@ def _follow(nodes: Iterable[Node], backward: GraphModule) -> None:
                 base.meta.setdefault("recompute", SAVE)
         elif node.name in computed and not _untagged(node):
             node.meta.setdefault("recompute", RECOMPUTE)
+    _tag_getitems(nodes)
 
 
 def _bases(node: Node) -> Iterator[Node]:
