@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fuseboard.report.data import ledger
-from tests.support.backends import all_trips, compiled, graph_count, last_graph, plugged
+from tests.support.backends import all_trips, claim_ops, compiled, graph_count, last_graph, plugged
 from tests.support.values import assert_same, rnd
 
 ALTERNATE = {"stages": {"plan": "tests.support.plans:alternate"}}
@@ -191,6 +191,50 @@ def test_sizes_that_data_decide(through):
             with torch.no_grad():
                 assert_same(fn(x), f(x))
     assert graph_count("inference") == 1
+    assert not all_trips()
+
+
+@pytest.mark.parametrize("function", ["nonzero", "mask", "float"])
+def test_inductor_on_a_region_that_reads_what_data_decide(function):
+    """The symbol is bound where it is made, in another region; no other region makes it."""
+
+    def nonzero(x):
+        return torch.nonzero(x > 0).float().exp().sum(0)
+
+    def mask(x):
+        return (x[x > 0].exp() + 1).relu()
+
+    def scalar(x):
+        return (x * x.sum().item()).relu()
+
+    f = {"nonzero": nonzero, "mask": mask, "float": scalar}[function]
+    config = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with plugged("own", claim=claim_ops("nonzero", "index", "_local_scalar_dense")):
+        with torch._dynamo.config.patch(config):
+            stages = {"plan": "tests.support.plans:first_claimer"}
+            fn = compiled(f, "own", "inductor", stages=stages)
+            for seed in range(3):
+                x = rnd(4, 5, seed=seed)
+                with torch.no_grad():
+                    torch.testing.assert_close(fn(x), f(x))
+    assert "inductor" in {region.backend for region in last_graph().regions}
+    assert not all_trips()
+
+
+def test_assertions_in_a_joint_graph():
+    """Inductor's rewrites put in nodes that compute nothing; they are applied all the same."""
+
+    def f(x):
+        torch._check(x.shape[0] < 50)
+        return x[x > 0].exp().sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fn = compiled(f, "inductor", dynamic=True)
+        x = rnd(4, 5).requires_grad_()
+        fn(x).backward()
+    y = rnd(4, 5).requires_grad_()
+    f(y).backward()
+    torch.testing.assert_close(x.grad, y.grad)
     assert not all_trips()
 
 

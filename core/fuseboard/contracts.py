@@ -39,6 +39,8 @@ class BackendInfo:
     :ivar dtypes: floating dtypes that it may meet; None means any.
     :ivar training: it takes forward and backward graphs, not only inference graphs.
     :ivar dynamic_shapes: its regions may have symbolic sizes.
+    :ivar fixes_sizes: its lowering may fix a symbolic size to the number of the example, at the
+        price of another compile for each size. Where it isn't set, that is undone and declined.
     :ivar bakes_constants: lowered code holds the *values* of static inputs.
     :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
     :ivar wraps_only: it runs no ops itself but wraps what other backends lowered
@@ -53,6 +55,7 @@ class BackendInfo:
     dtypes: frozenset[torch.dtype] | None = None
     training: bool = False
     dynamic_shapes: bool = False
+    fixes_sizes: bool = False
     bakes_constants: bool = False
     compiles_quickly: bool = False
     wraps_only: bool = False

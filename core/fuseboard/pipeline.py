@@ -18,6 +18,7 @@ from fuseboard.errors import LoweringError, PluginError, RegionError
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.lowering import Lowering, copy_graph, source_line
 from fuseboard.lower.runner import Runner, Site
 from fuseboard.lower.specialise import compiling
@@ -177,11 +178,12 @@ class Pipeline:
         for plugin in self.session.with_hook("fuseboard_fuse"):
             own = copy_graph(graph)  # a rewrite that fails half way is dropped with it
             try:
-                fusions = self.session.call(
-                    "fuseboard_fuse", plugin, graph=own, kind=kind, region=None
-                )
+                with watching_guards(self.session, plugin, own, report.notes):
+                    fusions = self.session.call(
+                        "fuseboard_fuse", plugin, graph=own, kind=kind, region=None
+                    )
+                    done = apply_fusions(own, fusions or [], plugin, counter, limit_s)
                 if fusions:
-                    done = apply_fusions(own, fusions, plugin, counter, limit_s)
                     report.fusions.extend(done)
                     graph = own
             except (PluginError, LoweringError) as error:
@@ -208,16 +210,18 @@ class Pipeline:
                 answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
             else:
                 try:
-                    answers = (
-                        self.session.call(
-                            "fuseboard_claim",
-                            info.name,
-                            graph=copy_graph(graph if info.dynamic_shapes else example),
-                            kind=kind,
-                            options=self.session.options(info.name),
+                    shown = copy_graph(graph if info.dynamic_shapes else example)
+                    with watching_guards(self.session, info.name, shown, report.notes):
+                        answers = (
+                            self.session.call(
+                                "fuseboard_claim",
+                                info.name,
+                                graph=shown,
+                                kind=kind,
+                                options=self.session.options(info.name),
+                            )
+                            or []
                         )
-                        or []
-                    )
                 except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
             refused = {n: why_unsupported(info, node, specialise) for n, node in nodes.items()}

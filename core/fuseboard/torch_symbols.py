@@ -68,7 +68,10 @@ def source_name(symbol: Any, value: Any) -> str:
 
     :param value: a symbolic number, whose ShapeEnv is asked.
     """
-    env = value.node.shape_env
+    return _source_name(value.node.shape_env, symbol)
+
+
+def _source_name(env: Any, symbol: Any) -> str:
     by_symbol = getattr(env, "var_to_sources", None) or {}
     sources = by_symbol.get(symbol)
     if not sources:
@@ -141,3 +144,119 @@ def run_fake(mode: Any, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
     with mode, enable_python_dispatcher():
         return target(*args, **kwargs)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+#: What a guard changes in a ShapeEnv, by kind: containers are copied, and put back in place.
+_CONTAINERS = (
+    "guards",
+    "axioms",
+    "replacements",
+    "replacements_slocs",
+    "var_to_range",
+    "divisible",
+    "size_like",
+    "specializations",
+    "specialization_stacks",
+    "symbol_guard_counter",
+    "deferred_runtime_asserts",
+    "pending_fresh_unbacked_symbols",
+    "ignorable_fresh_unbacked_symbols",
+)
+_COUNTERS = ("num_deferred_runtime_asserts",)
+
+
+class GuardWatch:
+    """What a ShapeEnv learns from now on, and a way back.
+
+    :param mode: the fake mode whose ShapeEnv is watched; it may have none.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._env = getattr(mode, "shape_env", None)
+        if self._env is None:
+            return
+        self._before = {name: _copied(getattr(self._env, name)) for name in self._names()}
+        self._counts = {name: getattr(self._env, name) for name in _COUNTERS}
+        self._known = {id(guard) for guard in self._env.guards}
+
+    def _names(self) -> list[str]:
+        return [name for name in _CONTAINERS if hasattr(self._env, name)]
+
+    @property
+    def too_late(self) -> bool:
+        """Dynamo has made its guards: it doesn't hear of further ones."""
+        return bool(getattr(self._env, "frozen", False))
+
+    def added(self) -> list[str]:
+        """The guards that came, as people read them."""
+        if self._env is None:
+            return []
+        new = [guard.expr for guard in self._env.guards if id(guard) not in self._known]
+        return list(dict.fromkeys(self._readable(expr) for expr in new))
+
+    def fixed(self) -> dict[str, tuple[int, bool]]:
+        """Sizes that became numbers: name → (the number, whether the user marked it dynamic)."""
+        if self._env is None:
+            return {}
+        found: dict[str, tuple[int, bool]] = {}
+        marked: set[Any] | None = None
+        before = self._before["replacements"]
+        for symbol, expr in list(self._env.replacements.items()):
+            if expr.is_number and not (symbol in before and before[symbol].is_number):
+                marked = self._marked() if marked is None else marked
+                found[self._name(symbol)] = (int(expr), symbol in marked)
+        return found
+
+    def undo(self) -> None:
+        """Forget what was learned, in every cache too. The code that relied on it must go."""
+        if self._env is None:
+            return
+        for name, before in self._before.items():
+            here = getattr(self._env, name)
+            here.clear()
+            (here.extend if isinstance(here, list) else here.update)(before)
+        for name, count in self._counts.items():
+            setattr(self._env, name, count)
+        self._env._prev_cache_key = self._env._get_key()
+        self._env._version_counter += 1
+        if hasattr(self._env, "_replacements_version_counter"):
+            self._env._replacements_version_counter += 1
+        if hasattr(self._env, "fake_tensor_cache"):
+            self._env.fake_tensor_cache.clear()
+        for function in vars(type(self._env)).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+    def _marked(self) -> set[Any]:
+        """The symbols of sizes that ``mark_dynamic`` was called for."""
+        found: set[Any] = set()
+        for tracked in getattr(self._env, "tracked_fakes", None) or ():
+            constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+            sizes = getattr(tracked.fake, "shape", ())
+            for size, constraint in zip(sizes, constraints, strict=False):
+                if constraint is not None and not constraint.warn_only:
+                    # The symbol itself, though it has been replaced since.
+                    found |= (
+                        size.node._expr.free_symbols if isinstance(size, torch.SymInt) else set()
+                    )
+        return found
+
+    def _name(self, symbol: Any) -> str:
+        return _source_name(self._env, symbol)
+
+    def _readable(self, expr: Any) -> str:
+        text = str(expr)
+        for symbol in sorted(expr.free_symbols, key=lambda s: -len(str(s))):
+            text = re.sub(rf"\b{symbol}\b", lambda _, s=symbol: self._name(s), text)
+        return text
+
+
+def _copied(container: Any) -> Any:
+    if isinstance(container, dict):
+        return {
+            key: list(item) if isinstance(item, list) else item for key, item in container.items()
+        }
+    return list(container)

@@ -84,6 +84,7 @@ def _strange(names: Any, known: set[str]) -> Problems:
 _FLAGS = (
     "training",
     "dynamic_shapes",
+    "fixes_sizes",
     "bakes_constants",
     "compiles_quickly",
     "wraps_only",

@@ -22,6 +22,7 @@ from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.specialise import Specialised
 from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
@@ -167,7 +168,8 @@ class Lowering:
     def _lower_on(self, region: Region, report: RegionReport) -> Lowered:
         if self._wants_numbers(region):
             return self._specialise(region, report)
-        return self._lower_graph(region, report)
+        with watching_guards(self.session, region.backend, region.graph, report.notes):
+            return self._lower_graph(region, report)
 
     def _wants_numbers(self, region: Region) -> bool:
         """Whether a region has symbolic sizes, and its backend can't have them."""

@@ -26,6 +26,7 @@ from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.static import StaticGraph, with_sizes
 from fuseboard.lower.weights import WeightSets, any_version, run_prepare
 from fuseboard.partition.signature import signature
+from fuseboard.partition.stages import has_effects
 from fuseboard.report.data import GraphReport, RegionReport
 
 #: Held while something is compiled. Dynamo holds a lock of its own, but backwards are compiled
@@ -67,6 +68,7 @@ class Specialised:
         self._report = report
         self._region_report = region_report
         self._lower = lower
+        self._repeatable = not any(map(has_effects, region.graph.graph.nodes))
         self._table: dict[Any, Boxed] = {}
         self._placeholders = region.graph.graph.find_nodes(op="placeholder")
         self._sizes = _size_sources(self._placeholders)
@@ -185,7 +187,12 @@ class Specialised:
     def recover(
         self, key: Any, checked: Boxed, error: Exception, inputs: list[Any], state: torch.Tensor
     ) -> Sequence[Any]:
-        """After a first call failed: eager's answer, or eager's exception, which is the user's."""
+        """After a first call failed: eager's answer, or eager's exception, which is the user's.
+
+        A call whose effects may have happened isn't repeated; the runner blames the whole region.
+        """
+        if not self._repeatable:
+            raise error
         torch.set_rng_state(state)
         try:
             results = self._eager(inputs)

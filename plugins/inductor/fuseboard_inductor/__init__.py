@@ -41,6 +41,7 @@ def fuseboard_backend() -> BackendInfo:
         device_types=frozenset({"cpu", "cuda"} if compiler else {"cuda"}),
         training=True,
         dynamic_shapes=True,
+        fixes_sizes=True,
         available=bool(compiler) or gpu,
         reason=""
         if compiler or gpu

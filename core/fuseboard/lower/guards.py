@@ -1,0 +1,65 @@
+"""Guards on sizes that a plugin's code adds while a graph is compiled.
+
+Plain compilers add some as well, and with symbolic shapes that is right: code for sizes up to a
+bound is only called for these. But a size that is fixed to a number means another compile for each
+size, which is the opposite of what symbolic sizes are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.fx import GraphModule
+
+from fuseboard import torch_internals
+from fuseboard.board import Session
+from fuseboard.errors import LoweringError
+from fuseboard.lower.static import is_symbolic
+from fuseboard.torch_symbols import GuardWatch
+
+
+@contextmanager
+def watching_guards(
+    session: Session, plugin: str, graph: GraphModule, notes: list[str]
+) -> Iterator[None]:
+    """Tell of guards that the block adds; what it added is undone where it fails.
+
+    :param graph: whose sizes the block may guard on.
+    :param notes: where guards are told of.
+    :raises LoweringError: a size was fixed to a number that the backend or the user wants to be
+        dynamic, or a guard came too late to be heard of.
+    """
+    if not is_symbolic(graph):
+        yield
+        return
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    watch = GuardWatch(torch_internals.fake_mode_of(values))
+    try:
+        yield
+        problem = _problem(watch, _may_fix(session, plugin))
+        if problem:
+            raise LoweringError(problem)
+    except Exception:
+        watch.undo()
+        raise
+    added = watch.added()
+    if added:
+        notes.append(f"{plugin} added guards on sizes: {'; '.join(added)}")
+
+
+def _may_fix(session: Session, plugin: str) -> bool:
+    return any(info.name == plugin and info.fixes_sizes for info in session.backends)
+
+
+def _problem(watch: GuardWatch, may_fix: bool) -> str:
+    """What speaks against what was learned; "" if nothing does."""
+    for name, (number, marked) in watch.fixed().items():
+        if marked:
+            return f"it fixes {name} to {number}, which mark_dynamic wants to be dynamic"
+        if not may_fix:
+            return f"it fixes {name} to {number}: every other size would be compiled again"
+    added = watch.added()
+    if added and watch.too_late:
+        return f"it needs guards on sizes, and Dynamo has made its own already: {'; '.join(added)}"
+    return ""
