@@ -164,6 +164,27 @@ def test_the_default_policy_saves_all():
     assert everything - total(check_gradients(model, x)) == 3 * x.nbytes
 
 
+@policies
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_reads_a_buffer_that_the_call_overwrites(options, checkpointed):
+    """A batch norm isn't run again on the statistics that it has updated."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+    def target(module):
+        if not checkpointed:
+            return module
+        return lambda x: checkpoint(module, x, use_reentrant=False)
+
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    function = compiled(target(model), **options)
+    for seed in range(3):
+        x = rnd(9, WIDTH, seed=seed)
+        torch.testing.assert_close(step(function, x), step(twin, x))
+    torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
+    assert not all_trips()
+
+
 @pytest.mark.parametrize("knapsack", ["dp", "greedy"])
 def test_the_knapsack_is_the_one_asked_for(knapsack, monkeypatch):
     """Of torch's solvers, the one of that name chooses."""

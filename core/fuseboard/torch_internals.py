@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,19 @@ def _partition(
         settings = {**settings, "graphsafe_rng_functionalization": False}
     with config.patch(settings):
         return partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **further)
+
+
+def overwritten_inputs(joint: GraphModule) -> set[Node]:
+    """The inputs of a joint graph that AOTAutograd overwrites after the forward.
+
+    It describes inputs and outputs in ``meta["desc"]``
+    (``torch/_functorch/_aot_autograd/descriptors.py``): an output that is the new value of an input
+    names that input's description. ``TracingContext.fw_metadata`` isn't filled in yet.
+    """
+    described = joint.graph.output_node().meta.get("desc") or ()
+    written = [getattr(item, "mutated_input", None) for item in tree_leaves(list(described))]
+    inputs = joint.graph.find_nodes(op="placeholder")
+    return {node for node in inputs if node.meta.get("desc") in [w for w in written if w]}
 
 
 def state_wrappers() -> tuple[Any, Any]:

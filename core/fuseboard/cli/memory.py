@@ -111,11 +111,10 @@ def _measured(
 
 def table(points: list[MemoryPoint]) -> Table:
     """One row a point; percentages are of eager's."""
-    shown = Table(title="A training step, by memory budget", box=box.SIMPLE)
-    shown.add_column("budget")
-    for name in ("saved MiB", "peak MiB", "of eager", "step us", "quartiles us", "of eager"):
+    shown = Table(title="A training step, by memory budget", box=box.SIMPLE, padding=0)
+    shown.add_column("budget", no_wrap=True)
+    for name in ("saved", "peak", "of eager", "step us", "quartiles", "of eager", "Pareto"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("Pareto", justify="center")
     failures = any(point.trips for point in points)
     if failures:
         shown.add_column("trips", justify="right")
@@ -132,7 +131,9 @@ def table(points: list[MemoryPoint]) -> Table:
             "*" if point.pareto else "",
         ]
         shown.add_row(*row, *([str(point.trips)] if failures else []))
-    shown.caption = "* no other row is as good in both peak and step, and better in one"
+    shown.caption = (
+        "saved, peak: MiB. * no other row is as good in both peak and step, and better in one"
+    )
     return shown
 
 

@@ -261,7 +261,7 @@ def copy_graph(graph: GraphModule) -> GraphModule:
     new = Graph()
     mapping: dict[Node, Node] = {}
     result = new.graph_copy(graph.graph, mapping)
-    new.output(result)
+    new.output(result).meta = dict(graph.graph.output_node().meta)
     return torch_internals.graph_module(graph, new, type(graph).__name__)
 
 

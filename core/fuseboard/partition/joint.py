@@ -165,12 +165,21 @@ def _keep_what_cannot_repeat(joint: GraphModule, forward: Iterable[Node]) -> Non
 
     Within a budget below 1 torch recomputes random ops other than dropout, ``rand_like`` and
     ``randn_like``, with other numbers (``OpTypes.is_random`` in 2.13). Those that the user
-    checkpoints it replays, if they aren't inside of a higher-order op.
+    checkpoints it replays, if they aren't inside of a higher-order op. What reads an input that is
+    overwritten before the backward runs can't be repeated even if the user checkpoints it.
     """
+    stale = torch_internals.overwritten_inputs(joint)  # such as statistics of a batch norm
     for node in forward:
-        if hides_draws(node, joint) or (not _is_recomputed(node) and not _repeatable(node)):
+        if _is_view(node) and node.args[0] in stale:
+            stale.add(node)
+            continue
+        lost = hides_draws(node, joint) or not stale.isdisjoint(node.all_input_nodes)
+        if lost or (not _is_recomputed(node) and not _repeatable(node)):
             node.meta[_KEPT] = node.meta.get("recompute") is not SAVE
             node.meta["recompute"] = SAVE
+            for user in node.users:
+                if user.target is operator.getitem and _is_recomputed(user):
+                    user.meta["recompute"] = SAVE
 
 
 def _is_recomputed(node: Any) -> bool:
@@ -235,10 +244,13 @@ def _bases(node: Node) -> Iterator[Node]:
     """
     while node.op == "call_function":
         yield node
-        view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-        if node.target is not operator.getitem and not view:
+        if node.target is not operator.getitem and not _is_view(node):
             return
         node = node.all_input_nodes[0]
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
 
 
 def _untagged(node: Node) -> bool:

@@ -182,7 +182,8 @@ class _Step:
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         starts = [leaf for leaf in leaves if leaf.requires_grad]
         if not starts:
-            what = f"{len(leaves)} tensors" if leaves else f"a {type(result).__name__}"
+            plural = "" if len(leaves) == 1 else "s"
+            what = f"{len(leaves)} tensor{plural}" if leaves else f"a {type(result).__name__}"
             raise MemoryTargetError(
                 f"there is nothing to run a backward from: the result is {what}, and none requires "
                 "grad. Return the loss, or pass loss=, a function from the result to a scalar."
