@@ -249,8 +249,9 @@ class GuardWatch:
 
     def _readable(self, expr: Any) -> str:
         text = str(expr)
-        for symbol in sorted(expr.free_symbols, key=lambda s: -len(str(s))):
-            text = re.sub(rf"\b{symbol}\b", lambda _, s=symbol: self._name(s), text)
+        for symbol in expr.free_symbols:
+            name = self._name(symbol).replace("\\", r"\\")
+            text = re.sub(rf"\b{symbol}\b", name, text)
         return text
 
 
