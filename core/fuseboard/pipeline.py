@@ -99,7 +99,9 @@ class Pipeline:
             who, parts = self.session.first("fuseboard_partition_joint", **own)
             if who != "defaults":
                 where = self.session.set_where("partition_joint", who)
-                check_parts(*parts, arguments["joint"], arguments["num_fwd_outputs"], who, where)
+                forward, backward = parts
+                outputs = arguments["num_fwd_outputs"]
+                check_parts(forward, backward, arguments["joint"], outputs, who, where)
             return parts  # type: ignore[no-any-return]
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "")

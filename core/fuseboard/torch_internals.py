@@ -274,7 +274,7 @@ def allocations(profile: Any, marker: str) -> tuple[list[tuple[int, int]], int]:
     found: list[tuple[int, int]] = []
     marked = 0
     for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
             found.append((event.start_ns(), event.nbytes()))
         elif event.name() == marker:
             marked = event.start_ns()

@@ -124,10 +124,10 @@ def table(points: list[MemoryPoint]) -> Table:
             _name(point),
             _mib(point.saved_bytes),
             _mib(point.peak_bytes),
-            _share(point.peak_bytes, eager and eager.peak_bytes),
+            _share(point.peak_bytes, eager.peak_bytes if eager else None),
             f"{point.latency_us:.0f}",
             f"{point.low_us:.0f}-{point.high_us:.0f}",
-            _share(point.latency_us, eager and eager.latency_us),
+            _share(point.latency_us, eager.latency_us if eager else None),
             "*" if point.pareto else "",
         ]
         shown.add_row(*row, *([str(point.trips)] if failures else []))

@@ -62,12 +62,12 @@ class Settings(BaseModel):
         "'raise', 'next', 'eager'",
         "What follows a plugin's failure: raise it, try the next backend, or run eager.",
     )
-    mode: Literal[
-        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = _setting(
-        "default",
-        ", ".join(map(repr, PRESETS)),
-        "A preset of other settings, as in torch.compile(mode=...).",
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        _setting(
+            "default",
+            ", ".join(map(repr, PRESETS)),
+            "A preset of other settings, as in torch.compile(mode=...).",
+        )
     )
     random: Literal["eager", "fast"] = _setting(
         "eager",

@@ -71,9 +71,10 @@ def settle_replays(forward: GraphModule, backward: GraphModule) -> None:
     """
     save, replay = torch_internals.state_wrappers()
     output = forward.graph.output_node()
+    results: Any = output.args[0]
     states = [
         node
-        for node in output.args[0]
+        for node in results
         if isinstance(node, Node)
         and node.target is operator.getitem
         and getattr(node.args[0], "target", None) is save
@@ -87,16 +88,17 @@ def settle_replays(forward: GraphModule, backward: GraphModule) -> None:
     if len(states) != len(replays):
         return  # wrapped in another way than was read: left as it is, which is right if slow
     for state, repeated in zip(states, replays, strict=True):
-        drawn: Node = state.args[0]
+        drawn: Any = state.args[0]
         value = next(user for user in drawn.users if user.args[1] == 1)
         if _call_draws(drawn.args[0], drawn.args[1:], drawn.kwargs):
             drawn.meta = {**value.meta, "val": (state.meta["val"], value.meta["val"])}
             repeated.meta = copy.copy(value.meta)
         else:
-            output.args = (tuple(node for node in output.args[0] if node is not state),)
+            results = tuple(node for node in results if node is not state)
+            output.args = (results,)
             forward.graph.erase_node(state)
             _unwrap(forward, drawn, value, first=1)
-            placeholder = repeated.args[0]
+            placeholder: Any = repeated.args[0]
             _unwrap(backward, repeated, repeated, first=2)
             backward.graph.erase_node(placeholder)
     forward.recompile()
@@ -105,10 +107,9 @@ def settle_replays(forward: GraphModule, backward: GraphModule) -> None:
 
 def _unwrap(graph: GraphModule, wrapped: Node, value: Node, first: int) -> None:
     """Call the op itself; its arguments begin at ``first``, ``value`` is where its result is."""
+    arguments: Any = wrapped.args
     with graph.graph.inserting_before(wrapped):
-        plain = graph.graph.call_function(
-            wrapped.args[first - 1], wrapped.args[first:], wrapped.kwargs
-        )
+        plain = graph.graph.call_function(arguments[first - 1], arguments[first:], wrapped.kwargs)
     plain.meta = copy.copy(value.meta)
     value.replace_all_uses_with(plain)
     graph.graph.erase_node(value)
