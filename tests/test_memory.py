@@ -222,9 +222,8 @@ def test_mistakes_of_the_command(run, args, said):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_half_a_budget_takes_a_quarter_off_the_peak(backend):
-    """GPT-2 small, batch 4x256, one training step with dropout: 25% below a budget of 1, at least.
+def test_half_a_budget_takes_a_quarter_off_the_peak():
+    """GPT-2 small, batch 4x256, one training step with dropout: 25% below eager's, at least.
 
     Gradients are eager's within float32 tolerance.
     """
@@ -239,13 +238,13 @@ def test_half_a_budget_takes_a_quarter_off_the_peak(backend):
         call(input_ids=tokens, labels=tokens).loss.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    with fuseboard.settings(backends=[backend]):
-        _, whole, half = fuseboard.measure_memory(
-            model, (), budgets=[1, 0.5], kwargs={"input_ids": tokens, "labels": tokens}, seconds=0
+    with fuseboard.settings(backends=["eager"]):
+        eager, half = fuseboard.measure_memory(
+            model, (), budgets=[0.5], kwargs={"input_ids": tokens, "labels": tokens}, seconds=0
         )
         with fuseboard.settings(memory_budget=0.5):
             got = gradients(torch.compile(model, backend="fuseboard"))
-    assert half.peak_bytes <= 0.75 * whole.peak_bytes
+    assert half.peak_bytes <= 0.75 * eager.peak_bytes
     want = gradients(model)
     for name, expected in want.items():
         # Sums of 1024 rows in another order: a few rounding errors of the largest element.
