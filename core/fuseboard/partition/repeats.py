@@ -34,7 +34,7 @@ MIN_NODES = 12
 #: So many lowered nodes must be saved.
 MIN_SAVED_NODES = 64
 #: What one more call of a region costs in a call of the graph.
-CALL_US = 15.0
+CALL_US = 30.0
 #: The share of the graph's estimated time that cutting may cost.
 MAX_SLOWDOWN = 0.01
 #: How many neighbouring labels must agree for a distance to be a candidate period.
