@@ -53,7 +53,10 @@ class _Capture:
     def __init__(self, session: Session, graph: GraphModule) -> None:
         self.session = session
         self.graph = graph
-        pins = Pins(session, graph, torch_internals.frame_scope())
+        # A look at the callers' locals keeps what they hold alive for as long as those frames run:
+        # only where a pattern has to be compared with the modules in them.
+        wishes = session.settings.pin or session.settings.exclude
+        pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, torch_internals.frame_name(), pins)
         self._mutated: frozenset[int] | None = frozenset()
 
