@@ -215,38 +215,3 @@ def test_mistakes_of_the_command(run, args, said):
     got = run(*args)
     assert got.exit_code == 2
     assert said in " ".join(got.stderr.split())
-
-
-# --- the promise --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_half_a_budget_takes_a_quarter_off_the_peak():
-    """GPT-2 small, batch 4x256, one training step with dropout: 25% below eager's, at least.
-
-    Gradients are eager's within float32 tolerance.
-    """
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)).train()
-    tokens = torch.randint(model.config.vocab_size, (4, 256))
-
-    def gradients(call):
-        model.zero_grad()
-        torch.manual_seed(1)
-        call(input_ids=tokens, labels=tokens).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    with fuseboard.settings(backends=["eager"]):
-        eager, half = fuseboard.measure_memory(
-            model, (), budgets=[0.5], kwargs={"input_ids": tokens, "labels": tokens}, seconds=0
-        )
-        with fuseboard.settings(memory_budget=0.5):
-            got = gradients(torch.compile(model, backend="fuseboard"))
-    assert half.peak_bytes <= 0.75 * eager.peak_bytes
-    want = gradients(model)
-    for name, expected in want.items():
-        # Sums of 1024 rows in another order: a few rounding errors of the largest element.
-        allowed = 1e-4 * float(expected.abs().max())
-        torch.testing.assert_close(got[name], expected, rtol=1e-4, atol=allowed, msg=name)
