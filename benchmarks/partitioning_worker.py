@@ -83,7 +83,15 @@ def partition(graph: GraphModule, random_claims: bool, arguments: dict[str, Any]
     with step("claims"):
         claims = claims_of(graph, {node.name: node for node in nodes}, random_claims)
     with step("plan"):
-        plan = make_plan("priority", graph, "inference", claims, backends(), pins={}, **arguments)
+        plan = make_plan(
+            "priority",
+            graph=graph,
+            kind="inference",
+            claims=claims,
+            backends=backends(),
+            pins={},
+            **arguments,
+        )
     with step("check"):
         PlanCheck(nodes, claims, {}, ModulePaths(FrameScope({}, [])), "benchmark")(plan)
     with step("cut"):

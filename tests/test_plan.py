@@ -220,14 +220,14 @@ def test_a_policy_is_deterministic():
             seen.append(
                 plan_module.make_plan(
                     policy,
-                    graph,
-                    kind,
-                    claims,
-                    backends,
-                    pins,
-                    min_region_us,
-                    merge_regions,
-                    repeats,
+                    graph=graph,
+                    kind=kind,
+                    claims=claims,
+                    backends=backends,
+                    pins=pins,
+                    min_region_us=min_region_us,
+                    merge_regions=merge_regions,
+                    repeats=repeats,
                 )
             )
         return None

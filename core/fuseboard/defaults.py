@@ -67,7 +67,15 @@ def fuseboard_plan(
     from fuseboard.partition.plan import make_plan
 
     return make_plan(
-        policy, graph, kind, claims, backends, pins, min_region_us, merge_regions, repeats
+        policy,
+        graph=graph,
+        kind=kind,
+        claims=claims,
+        backends=backends,
+        pins=pins,
+        min_region_us=min_region_us,
+        merge_regions=merge_regions,
+        repeats=repeats,
     )
 
 

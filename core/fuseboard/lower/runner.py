@@ -23,6 +23,7 @@ from fuseboard.lower.checked import CheckedRegion
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.liveness import drops, needed_nodes
 from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.weights import WeightSets, address_of, any_version, run_prepare
 from fuseboard.partition.board_nodes import shared_outputs
@@ -219,11 +220,15 @@ class Runner:
         local: str,
     ) -> None:
         """Region calls in order, then the board's own nodes that outputs need."""
-        needed = self._needed_nodes()
-        steps: list[tuple[Site | Node, list[Node]]] = [(s, s.cut.inputs) for s in self.sites]
-        steps += [(node, node.all_input_nodes) for node in needed]
-        drops = self._drops(steps, contained)
-        for number, (step, _) in enumerate(steps):
+        steps: list[Site | Node] = [*self.sites, *needed_nodes(self.kept, self._results)]
+        flow = [
+            (step.all_input_nodes, [step])
+            if isinstance(step, Node)
+            else (step.cut.inputs, step.cut.outputs)
+            for step in steps
+        ]
+        dropped = drops(flow, self._results, keep_inputs=contained)
+        for number, step in enumerate(steps):
             if isinstance(step, Node):
                 if number == len(self.sites):
                     source.line(f"{local} = {number}", indent)
@@ -232,7 +237,7 @@ class Runner:
             else:
                 source.line(f"{local} = {number}", indent)
                 self._write_site(source, names, indent, number, checked)
-            gone = [names[node] for node in drops[number] if node in names]
+            gone = [names[node] for node in dropped[number] if node in names]
             if gone:
                 source.line(f"del {', '.join(gone)}", indent)
 
@@ -257,37 +262,6 @@ class Runner:
         assign = f"{targets.rstrip()} = " if targets else ""
         callee = source.bind(call, f"region{number}_{lowered.region.backend}")
         source.line(f"{assign}{callee}([{', '.join(arguments)}])", indent)
-
-    def _needed_nodes(self) -> list[Node]:
-        """The board's nodes that lead to outputs, in graph order."""
-        needed: set[Node] = set()
-        kept = set(self.kept)
-        pending = [node for node in self._results if node in kept]
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending.extend(used for used in node.all_input_nodes if used in kept)
-        return [node for node in self.kept if node in needed]
-
-    def _drops(
-        self, steps: Sequence[tuple[Site | Node, list[Node]]], contained: bool
-    ) -> list[list[Node]]:
-        """What to let go after each step; a contained call keeps its inputs for a second try."""
-        last: dict[Node, int] = {}
-        made: list[list[Node]] = []
-        for number, (step, used) in enumerate(steps):
-            outputs = [step] if isinstance(step, Node) else step.cut.outputs
-            made.append(outputs)
-            for node in [*used, *outputs]:
-                last[node] = number
-        keep = {node for node in self._results if isinstance(node, Node)}
-        drops: list[list[Node]] = [[] for _ in steps]
-        for node, number in last.items():
-            inputs = node.op == "placeholder" and contained
-            if node not in keep and not inputs and node.op != "get_attr":
-                drops[number].append(node)
-        return drops
 
     def _result(self, source: Source, names: dict[Node, str]) -> str:
         items = []

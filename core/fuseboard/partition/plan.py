@@ -8,6 +8,7 @@ the user pinned is where the pins say, and counts against nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -25,24 +26,14 @@ MIN_NATIVE_SHARE = 0.6
 MAX_REGIONS = 4
 
 
-def make_plan(
-    policy: Policy,
-    graph: GraphModule,
-    kind: GraphKind,
-    claims: dict[str, list[Claim | Decline]],
-    backends: Sequence[BackendInfo],
-    pins: Mapping[str, str],
-    min_region_us: float,
-    merge_regions: bool,
-    repeats: Repeats,
-) -> Plan:
+def make_plan(policy: Policy, **arguments: Any) -> Plan:
     """The plan by a policy of this module: what answers ``fuseboard_plan`` where nobody else does.
 
     A policy is deterministic, and decides from its arguments alone: the same on every rank.
+
+    :param arguments: the hook's other ones.
     """
-    return _POLICIES[policy](
-        graph, kind, claims, backends, pins, min_region_us, merge_regions, repeats
-    )
+    return _POLICIES[policy](**arguments)
 
 
 def plan_by_priority(
