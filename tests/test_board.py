@@ -69,6 +69,18 @@ def settings_error(board: Board, **options) -> str:
 # --- order, block, availability -----------------------------------------------------------------
 
 
+def test_a_backend_by_request_runs_only_where_it_is_named():
+    """It is listed last, and takes part once ``backends`` names it."""
+    board = a_board(
+        FakeEntryPoint("asked", backend("asked", compiles_quickly=True, by_request=True)),
+        FakeEntryPoint("slow", backend("slow")),
+    )
+    assert names(board) == ["slow", "eager"]
+    assert names(board, backends=["asked", "eager"]) == ["asked", "eager"]
+    states = [state.name for state in board.states() if state.devices]
+    assert states == ["slow", "eager", "asked"]
+
+
 def test_default_order_is_quick_ones_then_by_name_then_eager():
     """What compiles no C++ comes first; eager is the last resort."""
     assert names(three_backends()) == ["quick", "a_slow", "slow", "eager"]

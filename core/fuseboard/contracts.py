@@ -45,6 +45,8 @@ class BackendInfo:
     :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
     :ivar wraps_only: it runs no ops itself but wraps what other backends lowered
         (``fuseboard_wrap``); it isn't in the order of backends.
+    :ivar by_request: it runs only where ``backends`` names it: under the policy ``priority`` its
+        place would be a guess.
     :ivar available: False with a ``reason`` that says what to install or change.
     :ivar fingerprint: changes whenever the code that it makes may change.
     :ivar options: a pydantic model of ``[tool.fuseboard.plugins.NAME]``; None means no options.
@@ -59,6 +61,7 @@ class BackendInfo:
     bakes_constants: bool = False
     compiles_quickly: bool = False
     wraps_only: bool = False
+    by_request: bool = False
     available: bool = True
     reason: str = ""
     fingerprint: str = ""

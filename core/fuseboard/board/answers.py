@@ -88,6 +88,7 @@ _FLAGS = (
     "bakes_constants",
     "compiles_quickly",
     "wraps_only",
+    "by_request",
     "available",
 )
 

@@ -96,8 +96,13 @@ class Entry:
 
 
 def in_default_order(infos: Iterable[BackendInfo]) -> list[BackendInfo]:
-    """Those that compile quickly first, eager last, by name within a class."""
-    return sorted(infos, key=lambda i: (i.name == "eager", not i.compiles_quickly, i.name))
+    """Those that compile quickly first, eager last, by name within a class.
+
+    What takes part by request only comes after eager: listed, but out of turn.
+    """
+    return sorted(
+        infos, key=lambda i: (i.by_request, i.name == "eager", not i.compiles_quickly, i.name)
+    )
 
 
 def examine(plugin: object, name: str | None, limit_s: float) -> Examined:

@@ -43,8 +43,8 @@ class Settings(BaseModel):
     backends: tuple[str, ...] | None = _setting(
         None,
         "a list of at least one plugin name, such as ['mkldnn', 'eager'], each named once",
-        "Which backends, in order of priority. Unset: every available one, those that compile "
-        "quickly first, eager last.",
+        "Which backends, in order of priority. Unset: every available one that doesn't wait to be "
+        "named, those that compile quickly first, eager last.",
         min_length=1,
     )
     block: tuple[str, ...] = _setting(
