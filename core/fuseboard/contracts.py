@@ -47,6 +47,8 @@ class BackendInfo:
         (``fuseboard_wrap``); it isn't in the order of backends.
     :ivar by_request: it runs only where ``backends`` names it: under the policy ``priority`` its
         place would be a guess.
+    :ivar may_crash: its lowering can end the process (an engine that aborts on bad input). With the
+        setting ``isolate`` the first try of a region is made in a child process.
     :ivar available: False with a ``reason`` that says what to install or change.
     :ivar fingerprint: changes whenever the code that it makes may change.
     :ivar options: a pydantic model of ``[tool.fuseboard.plugins.NAME]``; None means no options.
@@ -62,6 +64,7 @@ class BackendInfo:
     compiles_quickly: bool = False
     wraps_only: bool = False
     by_request: bool = False
+    may_crash: bool = False
     available: bool = True
     reason: str = ""
     fingerprint: str = ""
@@ -159,10 +162,13 @@ class LoweredRegion:
     :ivar call: boxed; outputs in the region's order, with the shapes, dtypes and strides of
         ``meta["val"]`` (the strides where more than one element is reached through them).
     :ivar notes: what people should know, such as ops that fell back inside the backend.
+    :ivar artifact: what ``fuseboard_load`` of the same backend needs to make the callable again in
+        another process, without compiling; the board stores it. None where there is no such thing.
     """
 
     call: Boxed
     notes: tuple[str, ...] = ()
+    artifact: bytes | None = None
 
 
 @dataclass(frozen=True)

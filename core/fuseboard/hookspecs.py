@@ -157,6 +157,21 @@ def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion | No
 
 
 @hookspec
+def fuseboard_load(artifact: bytes, region: Region, inputs: Sequence[Any]) -> LoweredRegion | None:
+    """Make a lowered region again from ``LoweredRegion.artifact``, without compiling.
+
+    Called instead of ``fuseboard_lower``, on the same backend, where an earlier process (or this
+    one) stored an artifact under an equal key. The key holds the region's graph and inputs, the
+    backend's fingerprint and options, what is known of symbolic sizes, the versions of torch and
+    fuseboard, the processor, the number of threads, and for ``bakes_constants`` the contents of
+    the static inputs; so an artifact needs to be checked for none of these. ``region.graph`` and
+    ``inputs`` are as for ``fuseboard_lower``. None means that the artifact can't be used after all;
+    one that raises trips. In both cases the region is lowered. The answer's own ``artifact`` is
+    ignored.
+    """
+
+
+@hookspec
 def fuseboard_wrap(
     lowered: LoweredRegion,
     region: Region,

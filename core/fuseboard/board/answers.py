@@ -89,6 +89,7 @@ _FLAGS = (
     "compiles_quickly",
     "wraps_only",
     "by_request",
+    "may_crash",
     "available",
 )
 
@@ -207,6 +208,8 @@ def _lowered(answer: Any, arguments: Arguments) -> Problems:
     if not callable(answer.call):
         yield f"call is {show(answer.call)}, which can't be called"
     yield from _names(answer.notes, tuple, "notes")
+    if answer.artifact is not None:
+        yield from _is(answer.artifact, bytes, "artifact")
 
 
 def _verdict(answer: Any, arguments: Arguments) -> Problems:
@@ -241,6 +244,7 @@ _CHECKERS: dict[str, tuple[str, Callable[[Any, Arguments], Problems]]] = {
     "fuseboard_claim": ("a list of Claims and Declines about nodes of the graph", _claims),
     "fuseboard_plan": ("a Plan with a backend and a reason for each node", _plan),
     "fuseboard_lower": ("a LoweredRegion", _lowered),
+    "fuseboard_load": ("a LoweredRegion", _lowered),
     "fuseboard_wrap": ("a LoweredRegion", _lowered),
     "fuseboard_verify": ("a Verdict", _verdict),
     "fuseboard_measure": ("a list with one Measurement a call", _measurements),

@@ -25,6 +25,7 @@ STAGE_OF = {
     "fuseboard_plan": "partition",
     "fuseboard_fuse": "fuse",
     "fuseboard_lower": "lower",
+    "fuseboard_load": "lower",
     "fuseboard_wrap": "lower",
     "fuseboard_verify": "profile",
     "fuseboard_measure": "profile",

@@ -94,3 +94,11 @@ def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
     from fuseboard_inductor._compile import lower_region
 
     return lower_region(region, inputs)
+
+
+@fuseboard.hookimpl
+def fuseboard_load(artifact: bytes, region: Region, inputs: Sequence[Any]) -> LoweredRegion | None:
+    """Take a compiled region from the board's cache."""
+    from fuseboard_inductor._compile import load_region
+
+    return load_region(artifact, region, inputs)

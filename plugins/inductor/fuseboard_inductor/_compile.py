@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard import Fusion, LoweredRegion, LoweringError, Region
+from fuseboard_inductor import _artifacts
 
 
 def decomposition_table(random: str) -> dict[Any, Callable[..., Any]]:
@@ -98,7 +99,19 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
     if not callable(compiled):
         raise LoweringError(f"Inductor returned {type(compiled).__name__}, nothing to call")
     notes = tuple(f"fell back to ATen: {name} ({n}x)" for name, n in sorted(fallbacks.items()))
-    return LoweredRegion(call=_boxed(compiled), notes=notes)
+    artifact = _artifacts.dump(compiled, notes)
+    return LoweredRegion(call=_boxed(compiled), notes=notes, artifact=artifact)
+
+
+def load_region(artifact: bytes, region: Region, inputs: Sequence[Any]) -> LoweredRegion | None:
+    """A compiled region from the bytes that :func:`lower_region` gave."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    with config.patch(_settings(region)), _fake_mode_of(inputs) as mode:
+        with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
+            loaded = _artifacts.load(artifact, inputs)
+    return None if loaded is None else LoweredRegion(call=_boxed(loaded[0]), notes=loaded[1])
 
 
 def _drop_dead_items(graph: GraphModule) -> None:

@@ -1,0 +1,53 @@
+"""Inductor's compiled graphs as bytes, and back.
+
+Read against torch 2.13: ``torch/_inductor/output_code.py`` (``CompiledFxGraph``) and
+``torch/_inductor/codecache.py`` (``FxGraphCache._save_graph``, ``cache_hit_post_compile``). What is
+stored is what Inductor's own cache stores: Python source and metadata. Shared objects stay in
+Inductor's cache directory, and are built again from the source where they are gone from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+log = logging.getLogger("fuseboard")
+
+
+def dump(compiled: Any, notes: tuple[str, ...]) -> bytes | None:
+    """A compiled graph, with what there is to say of it; None where it can't be stored."""
+    if not callable(getattr(compiled, "prepare_for_serialization", None)):
+        return None
+    if getattr(compiled, "frozen_param_names", None) or getattr(
+        compiled, "torchbind_constants", None
+    ):
+        return None  # these live in the graph module, which isn't stored
+    stored = copy.copy(compiled)
+    stored.prepare_for_serialization()
+    try:
+        return pickle.dumps((stored, notes))
+    except Exception as error:  # pickle raises whatever an object's own code does
+        log.debug("inductor: a compiled graph can't be stored: %s", error)
+        return None
+    finally:
+        # ``__del__`` reads it, and torch sets it to what has no partitions.
+        stored.compiled_fn_runner = None
+
+
+def load(
+    artifact: bytes, inputs: Sequence[Any]
+) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
+    """The compiled graph and its notes; None where it doesn't load in this torch."""
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+
+    stored, notes = pickle.loads(artifact)
+    constants = CompiledFxGraphConstants()
+    graph, _ = FxGraphCache.cache_hit_post_compile(stored, {}, constants)
+    if graph is None:
+        return None
+    graph.post_compile(list(inputs), constants, graph.fx_kwargs)
+    return graph, notes
