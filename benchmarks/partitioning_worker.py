@@ -24,11 +24,13 @@ from benchmarks.synthetic import layered_graph, random_graph
 from fuseboard.contracts import BackendInfo, Claim, Decline
 from fuseboard.lower.lowering import copy_graph
 from fuseboard.partition.board_nodes import board_nodes
-from fuseboard.partition.claims import arbitrate, claim_nodes, why_unsupported
+from fuseboard.partition.claims import arbitrate, claim_nodes
+from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.paths import ModulePaths
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.regions import cut_regions
+from fuseboard.partition.support import Support
 from fuseboard.torch_internals import FrameScope
 
 Claims = dict[str, list[Claim | Decline]]
@@ -58,6 +60,7 @@ def backends() -> list[BackendInfo]:
 def claims_of(graph: GraphModule, nodes: Mapping[str, Node], random_claims: bool) -> Claims:
     """Each backend's claims, less what the board declines on its behalf."""
     chance = random.Random(1)
+    support = Support(nodes.values())
     claims: Claims = {}
     for info in backends():
         share = SHARES[info.name] if random_claims else 1.0
@@ -65,10 +68,8 @@ def claims_of(graph: GraphModule, nodes: Mapping[str, Node], random_claims: bool
         def why_not(node: Node, share: float = share) -> str | None:
             return None if chance.random() < share else "not drawn"
 
-        refused = {name: why_unsupported(info, node) for name, node in nodes.items()}
-        claims[info.name] = arbitrate(
-            claim_nodes(graph, why_not), {n: r for n, r in refused.items() if r}, nodes
-        )
+        answers = claim_nodes(graph, why_not)
+        claims[info.name] = arbitrate(answers, support.refusals(info), nodes)
     return claims
 
 
@@ -113,7 +114,8 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     profile = cProfile.Profile() if request["profile"] else None
     if profile is not None:
         profile.enable()
-    result = partition(graph, request["random_claims"], request["arguments"])
+    with collection_paused():
+        result = partition(graph, request["random_claims"], request["arguments"])
     if profile is not None:
         profile.disable()
         text = io.StringIO()

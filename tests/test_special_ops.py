@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseboard
 from fuseboard import BackendInfo, Claim, Decline
-from fuseboard.partition.claims import why_unsupported
+from fuseboard.partition.support import why_unsupported
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
@@ -24,13 +25,15 @@ from fuseboard.lower.runner import Runner, Site
 from fuseboard.lower.specialise import compiling
 from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.partition.board_nodes import board_nodes
-from fuseboard.partition.claims import arbitrate, why_unsupported
+from fuseboard.partition.claims import arbitrate
+from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins, Wishes
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.regions import cut_regions
+from fuseboard.partition.support import Support
 from fuseboard.report.data import GraphReport, NodeReport, ledger
 from fuseboard.report.nodes import describe_ends, module_path, value_text
 
@@ -50,6 +53,8 @@ class Pipeline:
         self.session = session
         self.frame = frame
         self.pins = pins or Pins(session)
+        #: Dynamo's, real, as long as it waits for the backend.
+        self.example_inputs: Sequence[Any] = ()
         # What tripped before there was a graph: told in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -127,7 +132,7 @@ class Pipeline:
         if kind == "inference":
             with _timed(report, "fuse"):
                 graph = self._fuse_graph(graph, kind, report, counter)
-        with _timed(report, "partition"):
+        with _timed(report, "partition"), collection_paused():
             kept = board_nodes(graph)
             wanted = self.pins.of(_placed(graph, kept))
             claims = self._claims(graph, kind, kept, wanted.excluded, report)
@@ -149,6 +154,7 @@ class Pipeline:
             claimed={name: _claimed(answers) for name, answers in claims.items()},
             counter=counter,
             hoisting=self.session.settings.hoist and kind == "inference",
+            real=self._real_inputs(placeholders, fixed),
         )
         with _timed(report, "lower"):
             sites = [
@@ -162,6 +168,18 @@ class Pipeline:
         total_s = sum(report.seconds.values())
         self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
         return runner.boxed()
+
+    def _real_inputs(
+        self, placeholders: Sequence[Node], fixed: Collection[int]
+    ) -> dict[Node, torch.Tensor]:
+        """The real tensors behind some placeholders, where each of Dynamo's inputs is one."""
+        if len(placeholders) != len(self.example_inputs) or torch_internals.inputs_were_changed():
+            return {}
+        return {
+            placeholders[i]: self.example_inputs[i]
+            for i in fixed
+            if isinstance(self.example_inputs[i], torch.Tensor)
+        }
 
     def _notify(self, name: str, report: GraphReport, seconds: float, **details: Any) -> None:
         self.session.notify(Event(name, report.name, seconds, details))
@@ -203,6 +221,7 @@ class Pipeline:
     ) -> Claims:
         """Each backend's answers, less what the board or the user declines on its behalf."""
         nodes = {node.name: node for node in _placed(graph, kept)}
+        support = Support(nodes.values())
         claims: Claims = {}
         specialise = self.session.settings.dynamic == "specialise"
         example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
@@ -226,9 +245,8 @@ class Pipeline:
                         )
                 except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
-            refused = {n: why_unsupported(info, node, specialise) for n, node in nodes.items()}
-            refused.update(excluded.get(info.name, {}))
-            claims[info.name] = arbitrate(answers, {n: r for n, r in refused.items() if r}, nodes)
+            refused = support.refusals(info, specialise) | dict(excluded.get(info.name, {}))
+            claims[info.name] = arbitrate(answers, refused, nodes)
         return claims
 
     def _plan(

@@ -7,6 +7,7 @@ Read against torch 2.13: ``torch/fx/experimental/symbolic_shapes.py`` (``ShapeEn
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ def symbolic_numbers(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [number for item in value for number in symbolic_numbers(item)]
     if isinstance(value, torch.Tensor):
+        if not getattr(value, "_has_symbolic_sizes_strides", True):
+            return []  # as nearly always: looking at each number takes a hundred times as long
         return [number for number in measures(value) if isinstance(number, NUMBERS)]
     return [value] if isinstance(value, NUMBERS) else []
 
@@ -197,6 +200,17 @@ class GuardWatch:
         new = [guard.expr for guard in self._env.guards if id(guard) not in self._known]
         return list(dict.fromkeys(self._readable(expr) for expr in new))
 
+    def code(self) -> list[str] | None:
+        """The guards that came, as Python over the symbols' names; None if that doesn't say all."""
+        if self._env is None:
+            return []
+        if any(getattr(self._env, name) != count for name, count in self._counts.items()):
+            return None  # asserts on numbers that only a call decides are no guards
+        from torch.utils._sympy.printers import PythonPrinter
+
+        new = [guard.expr for guard in self._env.guards if id(guard) not in self._known]
+        return list(dict.fromkeys(PythonPrinter().doprint(expr) for expr in new))
+
     def fixed(self) -> dict[str, tuple[int, bool]]:
         """Sizes that became numbers: name → (the number, whether the user marked it dynamic)."""
         if self._env is None:
@@ -253,6 +267,45 @@ class GuardWatch:
             name = self._name(symbol).replace("\\", r"\\")
             text = re.sub(rf"\b{symbol}\b", name, text)
         return text
+
+
+def guard_again(code: Sequence[str], values: Sequence[Any]) -> bool:
+    """Add guards that :meth:`GuardWatch.code` told of, where they hold in the example.
+
+    :param values: of a graph's nodes, in which every symbol of the guards appears alone.
+    :returns: False where one doesn't hold, or a symbol isn't there; nothing is added then.
+    """
+    if not code:
+        return True
+    symbols: dict[str, Any] = {}
+    for value in values:
+        for number in symbolic_numbers(value):
+            if isinstance(number, torch.SymInt) and expression(number).is_Symbol:
+                symbols.setdefault(str(expression(number)), number)
+    example = {name: in_the_example(number) for name, number in symbols.items()}
+    try:
+        if not all(eval(text, dict(_GUARD_NAMES), example) for text in code):
+            return False
+    except NameError:  # a symbol that these values don't show, or a function of torch's printer
+        return False
+    return all(bool(eval(text, dict(_GUARD_NAMES), symbols)) for text in code)
+
+
+_GUARD_NAMES = {"max": torch.sym_max, "min": torch.sym_min, "math": math}
+
+
+def known_facts(values: Sequence[Any]) -> list[str]:
+    """What is known of the symbols in values: ranges, and guards that speak of them."""
+    numbers = [number for value in values for number in symbolic_numbers(value)]
+    if not numbers:
+        return []
+    env = numbers[0].node.shape_env
+    symbols = {symbol for number in numbers for symbol in expression(number).free_symbols}
+    facts = [f"{symbol} in {env.var_to_range.get(symbol)}" for symbol in symbols]
+    said = [guard.expr for guard in env.guards]
+    said += [item.expr for items in env.deferred_runtime_asserts.values() for item in items]
+    facts += [str(expr) for expr in said if expr.free_symbols & symbols]
+    return sorted(set(facts))
 
 
 def _copied(container: Any) -> Any:

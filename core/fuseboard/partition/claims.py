@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_symbols
-from fuseboard.contracts import BackendInfo, Claim, Decline
+from fuseboard.contracts import Claim, Decline
 
 
 def claim_nodes(
@@ -32,7 +31,7 @@ def claim_nodes(
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
-        reason = _first_reason(node, why_not)
+        reason = first_reason(node, why_not)
         if reason is None:
             claimed.append(node)
         else:
@@ -43,19 +42,19 @@ def claim_nodes(
     return answers
 
 
-def _first_reason(node: Node, why_not: Callable[[Node], str | None]) -> str | None:
+def first_reason(node: Node, why_not: Callable[[Node], str | None]) -> str | None:
     """What speaks against a node, or against a node of the graphs that it holds."""
     reason = why_not(node)
     if reason is not None or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return reason
-    for inner in _inner_nodes(node):
+    for inner in inner_nodes(node):
         reason = why_not(inner)
         if reason is not None:
             return f"in a graph of {node.target.name()}: {reason}"
     return None
 
 
-def _inner_nodes(node: Node) -> Iterator[Node]:
+def inner_nodes(node: Node) -> Iterator[Node]:
     """The ops in the graphs that a higher-order op is given, at any depth."""
     owner = node.graph.owning_module
     for used in node.all_input_nodes:
@@ -65,80 +64,7 @@ def _inner_nodes(node: Node) -> Iterator[Node]:
         for inner in held.graph.nodes if isinstance(held, GraphModule) else ():
             if inner.op == "call_function":
                 yield inner
-                yield from _inner_nodes(inner)
-
-
-# --- what the board declines on a backend's behalf ----------------------------------------------
-
-
-def why_unsupported(info: BackendInfo, node: Node, specialise: bool = False) -> str | None:
-    """What the board declines on a backend's behalf.
-
-    Its device types, dtypes, dynamic shapes, and what would be wrong on any backend but eager.
-
-    :param specialise: a backend without dynamic shapes gets code for each combination of sizes.
-    """
-    reason = _why_special(info, node)
-    if reason is not None:
-        return reason
-    reason = _first_reason(node, lambda inner: _why_values(info, inner))
-    if reason is None and not info.dynamic_shapes:
-        reason = _first_reason(node, lambda inner: _why_symbolic(info, inner, specialise))
-        if reason is None and specialise:
-            reason = _why_nested(info, node)
-    return reason
-
-
-def _why_special(info: BackendInfo, node: Node) -> str | None:
-    """Ops that stay in eager because of what they do, not of what they compute on."""
-    if info.name == "eager":
-        return None
-    if node.target is torch.ops.higher_order.with_effects:
-        # A compiled region that fails is run again in eager, and the effect would happen twice.
-        # Inductor also returns None for the token, which is an output of the region.
-        return "it has effects beyond its results, and runs once, in order, in eager"
-    return None
-
-
-def _why_values(info: BackendInfo, node: Node) -> str | None:
-    values = [used.meta.get("val") for used in node.all_input_nodes]
-    own = node.meta.get("val")
-    values.extend(own if isinstance(own, list | tuple) else [own])
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.device.type not in info.device_types:
-                allowed = ", ".join(sorted(info.device_types))
-                return f"device {value.device.type}; {info.name} runs on {allowed}"
-            if (
-                info.dtypes is not None
-                and (value.is_floating_point() or value.is_complex())
-                and value.dtype not in info.dtypes
-            ):
-                return f"dtype {value.dtype} isn't supported by {info.name}"
-    return None
-
-
-def _why_symbolic(info: BackendInfo, node: Node, specialise: bool) -> str | None:
-    """Why a backend without dynamic shapes can't have a node."""
-    for value in (node.meta.get("val"), *(used.meta.get("val") for used in node.all_input_nodes)):
-        numbers = torch_symbols.symbolic_numbers(value)
-        if not any(torch_symbols.expression(number).free_symbols for number in numbers):
-            continue
-        if not specialise:
-            return f"symbolic sizes; {info.name} has no dynamic shapes"
-        unknown = torch_symbols.why_unknown(value)
-        if unknown:
-            return f"{unknown}; {info.name} has no dynamic shapes and can't be specialised for them"
-    return None
-
-
-def _why_nested(info: BackendInfo, node: Node) -> str | None:
-    """Why a node that holds graphs can't be specialised."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and any(
-        torch_symbols.symbolic_numbers(inner.meta.get("val")) for inner in _inner_nodes(node)
-    ):
-        return f"a graph within it has symbolic sizes; {info.name} has no dynamic shapes"
-    return None
+                yield from inner_nodes(inner)
 
 
 # --- what is left of a backend's answers --------------------------------------------------------
@@ -154,7 +80,8 @@ def arbitrate(
     :param refused: node → reason.
     """
     result: list[Claim | Decline] = []
-    position = {name: number for number, name in enumerate(nodes)}
+    together = any(isinstance(answer, Claim) and answer.together for answer in answers)
+    position = {name: number for number, name in enumerate(nodes)} if together else {}
     dropped: dict[str, str] = {}
     for answer in answers:
         if isinstance(answer, Decline):

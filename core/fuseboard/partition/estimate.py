@@ -53,12 +53,12 @@ def value_bytes(value: Any) -> float:
         return sum(value_bytes(item) for item in value)
     if not isinstance(value, torch.Tensor):
         return 0.0
-    return float(math.prod(sizes(value))) * value.element_size()
+    return float(math.prod(sizes(value))) * value.dtype.itemsize
 
 
 def sizes(value: torch.Tensor) -> list[int]:
     """A fake tensor's sizes in the example that is being compiled."""
-    return [torch_internals.size_hint(size) for size in value.shape]
+    return [size if type(size) is int else torch_internals.size_hint(size) for size in value.shape]
 
 
 def is_contraction(node: Node) -> bool:
@@ -73,15 +73,17 @@ def is_creation(node: Node) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and isinstance(node.meta.get("val"), torch.Tensor)
+        and not any(_holds_tensor(used.meta.get("val")) for used in node.all_input_nodes)
         and torch.Tag.nondeterministic_seeded not in target.tags
         and not node.is_impure()
-        and not any(_holds_tensor(used.meta.get("val")) for used in node.all_input_nodes)
     )
 
 
 def _flops(node: Node) -> float:
     """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
-    name = getattr(node.target, "_opname", "")
+    if not is_contraction(node):
+        return 0.0
+    name = node.target._opname  # type: ignore[union-attr]
     shapes = [
         sizes(value)
         for value in (used.meta.get("val") for used in node.all_input_nodes)

@@ -86,6 +86,7 @@ class _Extraction:
         self.places = places
         self.position = position
         self.symbols = _symbol_placeholders(graph)
+        self._creations: dict[Node, bool] = {}
 
     def fill(self, cut: Cut) -> None:
         """Fill in a cut's inputs, outputs and graph.
@@ -100,7 +101,7 @@ class _Extraction:
             for used in node.all_input_nodes:
                 if used not in inside:
                     (attributes if used.op == "get_attr" else inputs)[used] = None
-        for node in [*body, *inputs]:
+        for node in [*body, *inputs] if self.symbols else ():
             for symbol in _symbols_of(node):
                 if symbol in self.symbols:
                     inputs[self.symbols[symbol]] = None
@@ -111,12 +112,11 @@ class _Extraction:
         region = Graph()
         new: dict[Node, Node] = {}
         for node in cut.inputs:
-            new[node] = region.placeholder(node.name)
+            new[node] = region.create_node("placeholder", node.name, name=node.name)
             new[node].meta = dict(node.meta)
             new[node].meta.pop("unbacked_bindings", None)  # bound where it is made, not here
         for node in [*attributes, *body]:
-            new[node] = region.node_copy(node, new.__getitem__)
-            new[node].meta = dict(node.meta)
+            new[node] = region.node_copy(node, new.__getitem__)  # its metadata as well
         region.output(tuple(new[node] for node in cut.outputs))
         cut.graph = torch_internals.graph_module(self.graph, region, "Region")
 
@@ -143,7 +143,13 @@ class _Extraction:
         home = self.places.get(node)
         if home is None:
             return node in self.kept
-        return home.backend == place.backend and is_creation(node)
+        return home.backend == place.backend and self._is_creation(node)
+
+    def _is_creation(self, node: Node) -> bool:
+        known = self._creations.get(node)
+        if known is None:
+            known = self._creations[node] = is_creation(node)
+        return known
 
     def _read_outside(self, value: Node, node: Node, place: Place) -> bool:
         """Whether a value, or what the board makes of it in ``node``, is needed out of reach."""

@@ -75,6 +75,19 @@ def keeps_order(node: Node) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def order_keepers(nodes: Iterable[Node]) -> set[Node]:
+    """Those of the nodes that :func:`keeps_order` holds for; torch is asked once for each op."""
+    known: dict[object, bool] = {}
+    kept: set[Node] = set()
+    for node in nodes:
+        keeps = known.get(node.target)
+        if keeps is None:
+            keeps = known[node.target] = keeps_order(node)
+        if keeps:
+            kept.add(node)
+    return kept
+
+
 def has_effects(node: Node) -> bool:
     """Whether running a node twice can be told from running it once: more than a random draw.
 
@@ -112,9 +125,10 @@ def _reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """What each node must come after: the placed nodes that it reads, and the draw before it."""
     reads: dict[Node, list[Node]] = {}
     last_ordered: Node | None = None
+    ordered = order_keepers(nodes)
     for node in nodes:
         found = _placed_inputs(node, reads)
-        if keeps_order(node):
+        if node in ordered:
             if last_ordered is not None:
                 found.append(last_ordered)
             last_ordered = node
@@ -175,13 +189,13 @@ def _sink(
     with it, and repeated blocks look alike. What keeps its order, and what depends on such a
     node, stays where it is.
     """
-    fixed: set[Node] = set()
+    fixed = order_keepers(nodes)
     readers: dict[Node, list[Node]] = {}
     for node in nodes:
         for used in reads[node]:
             readers.setdefault(used, []).append(node)
-        if keeps_order(node) or any(used in fixed for used in reads[node]):
-            fixed.add(node)
+            if used in fixed:
+                fixed.add(node)
     for node in reversed(nodes):
         users = readers.get(node, ())
         own = places[node]
