@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ ROOT = Path(__file__).parent
 # Before torch is imported: Inductor reads its cache's place once. Compiled code in the user's own
 # cache may come from another torch or from a bug since fixed; `make clean` removes this one.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ROOT / "build" / "inductor-cache")
+# Artifacts of the runs before: code of a plugin that has changed since, and the user's own.
+os.environ["XDG_CACHE_HOME"] = str(ROOT / "build" / "cache")
+shutil.rmtree(ROOT / "build" / "cache" / "fuseboard", ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Settings of whoever runs the tests would change what is tested.
 for _name in [name for name in os.environ if name.startswith("FUSEBOARD_")]:

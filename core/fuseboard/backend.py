@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ def fuseboard(
     """
     session = board.session(resolve(options, mode))
     capture = _Capture(session, graph)
-    with torch_internals.without_donated_buffers():
+    with torch_internals.without_donated_buffers(), capture.knowing(example_inputs):
         compiled = torch_internals.aot_autograd(
             fw_compiler=partial(capture.compile, kind="forward"),
             bw_compiler=partial(capture.compile, kind="backward"),
@@ -59,6 +60,15 @@ class _Capture:
         pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, torch_internals.frame_name(), pins)
         self._mutated: frozenset[int] | None = frozenset()
+
+    @contextmanager
+    def knowing(self, example_inputs: Sequence[Any]) -> Iterator[None]:
+        """Let the pipeline see the real inputs for the block; they aren't kept."""
+        self.pipeline.example_inputs = example_inputs
+        try:
+            yield
+        finally:
+            self.pipeline.example_inputs = ()
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:
         if kind != "backward":

@@ -69,6 +69,14 @@ def subclasses_were_unwrapped(context: Any) -> bool:
     return bool(getattr(context, "params_unwrapped_to_flat_index", None))
 
 
+def inputs_were_changed() -> bool:
+    """Whether the compiled graph's inputs may be others than Dynamo's though they are as many."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    tokens = getattr(metadata, "tokens", None)  # for effects; they come first
+    return metadata is None or bool(tokens) or subclasses_were_unwrapped(context)
+
+
 def compile_id() -> str:
     """Dynamo's id of the compile that is under way, such as ``0/1``; empty outside of one."""
     context = torch._guards.CompileContext.try_get()
@@ -381,3 +389,15 @@ def graph_module(owner: torch.nn.Module, graph: torch.fx.Graph, name: str) -> Gr
     except ImportError:
         return GraphModule(owner, graph, class_name=name)
     return _LazyGraphModule(owner, graph, class_name=name)
+
+
+def cacheable(operator: Any) -> bool:
+    """Whether all that a higher-order operator does is in its arguments and the graphs among them.
+
+    Triton kernels of the user's are numbers of a table of this process
+    (``torch/_higher_order_ops/triton_kernel_wrap.py``), which Inductor looks up for its own keys.
+    """
+    if "triton" in getattr(operator, "__module__", "") or "triton" in str(operator):
+        return False
+    known = getattr(operator, "cacheable", None)
+    return bool(known()) if callable(known) else False

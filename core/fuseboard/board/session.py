@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fuseboard import hookspecs
@@ -250,6 +253,17 @@ class Session:
         """Whether an active plugin has a hook."""
         entry = self._entries.get(plugin)
         return entry is not None and entry.examined is not None and hook in entry.examined.hooks
+
+    def home(self, plugin: str) -> Path | None:
+        """The package or file that a plugin's code is in; None where it has none."""
+        entry = self._entries.get(plugin)
+        owner = entry.plugin if entry is not None else None
+        if not isinstance(owner, ModuleType):
+            owner = sys.modules.get(type(owner).__module__)
+        file = getattr(owner, "__file__", None)
+        if file is None or not Path(file).is_file():
+            return None
+        return Path(file).parent if Path(file).name == "__init__.py" else Path(file)
 
     # --- calling hooks --------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from fuseboard.errors import FuseboardError
 
 #: Every subcommand, in the order in which ``--help`` lists them.
-COMMANDS = ("plugins", "settings", "explain", "memory", "conformance", "demo")
+COMMANDS = ("plugins", "settings", "cache", "explain", "memory", "conformance", "demo")
 
 #: What the shell gets for a mistake of the user's, as from a wrong option.
 USER_ERROR = 2
@@ -56,4 +56,8 @@ def main(
 
 
 for _name in COMMANDS:
-    app.command(_name)(getattr(import_module(f"fuseboard.cli.{_name}"), _name))
+    _command = getattr(import_module(f"fuseboard.cli.{_name}"), _name)
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_name)
+    else:
+        app.command(_name)(_command)

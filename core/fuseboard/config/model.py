@@ -157,6 +157,23 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
     )
+    cache: bool = _setting(
+        True,
+        "true or false",
+        "Keep what backends compiled on disk, for later processes.",
+    )
+    cache_dir: str | None = _setting(
+        None,
+        "a path",
+        "Where: a directory that nobody else may write to. Unset: the user's cache directory.",
+        min_length=1,
+    )
+    cache_size_mb: int = _setting(
+        4096,
+        "a whole number from 1",
+        "How many megabytes are kept there; the least recently used go first.",
+        ge=1,
+    )
     fuse_limit: int | None = _setting(
         None,
         "a whole number from 0",

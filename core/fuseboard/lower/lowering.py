@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -18,6 +18,7 @@ from fuseboard.contracts import Boxed, Event, GraphKind, LoweredRegion, Region
 from fuseboard.errors import LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
+from fuseboard.lower.caching import Cache, Task
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
@@ -56,6 +57,7 @@ class Lowering:
 
     :ivar static: the graph's placeholders that are parameters or buffers and aren't mutated.
     :ivar claimed: backend → names of the nodes that it claimed.
+    :ivar real: the tensors behind ``static`` in the call that is being compiled, as far as known.
     """
 
     session: Session
@@ -65,6 +67,7 @@ class Lowering:
     claimed: Mapping[str, frozenset[str]]
     counter: FusionCounter
     hoisting: bool
+    real: Mapping[Node, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._known: dict[str, Lowered] = {}
@@ -87,7 +90,7 @@ class Lowering:
         )
         self.report.regions.append(report)
         known = self._known.get(region.signature)
-        if known is not None:
+        if known is not None and not self._bakes(known.region.backend):
             return self._again(known, region, report)
         start = time.perf_counter()
         lowered = self._lower_somewhere(cut, region, report)
@@ -102,6 +105,10 @@ class Lowering:
             )
         )
         return lowered
+
+    def _bakes(self, backend: str) -> bool:
+        """Whether its code is good for the weights only that it was made from."""
+        return any(i.name == backend and i.bakes_constants for i in self.session.backends)
 
     def _again(self, known: Lowered, region: Region, report: RegionReport) -> Lowered:
         """The code of an isomorphic region, in wrappers of this region's own."""
@@ -136,12 +143,15 @@ class Lowering:
     def _lower_somewhere(self, cut: Cut, region: Region, report: RegionReport) -> Lowered:
         """On the planned backend, or after failures on a later one, in the end on eager."""
         candidates = self._candidates(cut)
+        found = [self.real.get(cut.inputs[i]) for i in region.static_inputs]
+        real = [weight for weight in found if weight is not None]
+        weights = real if len(real) == len(found) else None
         for position, backend in enumerate(candidates):
             attempt = dataclasses.replace(
                 region, backend=backend, options=self.session.options(backend)
             )
             try:
-                lowered = self._lower_on(attempt, report)
+                lowered = self._lower_on(attempt, report, weights)
             except RegionError:  # a wrapper's; the policy is to raise
                 raise
             except Exception as error:  # a plugin may raise anything; the policy decides
@@ -165,11 +175,13 @@ class Lowering:
         able = [name for name in later if names <= self.claimed[name] and name != order[-1]]
         return list(dict.fromkeys([cut.backend, *able, order[-1]]))
 
-    def _lower_on(self, region: Region, report: RegionReport) -> Lowered:
+    def _lower_on(
+        self, region: Region, report: RegionReport, weights: Sequence[torch.Tensor] | None
+    ) -> Lowered:
         if self._wants_numbers(region):
             return self._specialise(region, report)
         with watching_guards(self.session, region.backend, region.graph, report.notes):
-            return self._lower_graph(region, report)
+            return self._lower_graph(region, report, weights)
 
     def _wants_numbers(self, region: Region) -> bool:
         """Whether a region has symbolic sizes, and its backend can't have them."""
@@ -183,7 +195,7 @@ class Lowering:
 
         def lower(static: Region, told: RegionReport) -> Lowered:
             known = self._known.get(static.signature)
-            if known is not None:
+            if known is not None and not self._bakes(known.region.backend):
                 return self._again(known, static, told)
             # Each specialisation numbers its fusions as the first did.
             first = not report.specialised
@@ -198,7 +210,12 @@ class Lowering:
         count = len(region.graph.graph.find_nodes(op="placeholder"))
         return Lowered(region, call, call, tuple(range(count)))
 
-    def _lower_graph(self, region: Region, report: RegionReport) -> Lowered:
+    def _lower_graph(
+        self,
+        region: Region,
+        report: RegionReport,
+        weights: Sequence[torch.Tensor] | None = None,
+    ) -> Lowered:
         session, backend = self.session, region.backend
         graph = copy_graph(region.graph)
         table = session.call(
@@ -220,10 +237,15 @@ class Lowering:
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         wrapped = bool(session.with_hook("fuseboard_wrap"))
         shown = dataclasses.replace(final, graph=copy_graph(graph)) if wrapped else final
+        task = Task(
+            region=final,
+            inputs=inputs,
+            copied=lambda: dataclasses.replace(final, graph=copy_graph(graph)),
+            weights=weights,
+            prepare=None if hoisted is None else hoisted.prepare,
+        )
         with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
-            answer: LoweredRegion | None = session.call(
-                "fuseboard_lower", backend, region=final, inputs=inputs
-            )
+            answer = Cache(session, self.report).lower(task, report)
         if answer is None:
             raise LoweringError(f"{backend} declined the region when it was to be lowered")
         report.notes.extend(answer.notes)

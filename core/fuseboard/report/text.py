@@ -132,6 +132,8 @@ def _contents(region: RegionReport, more: int) -> Text:
         lines.insert(0, Text("the whole graph"))
     if more:
         lines.append(Text(f"lowered once for {more + 1} places", style="dim"))
+    if region.loaded:
+        lines.append(Text("loaded from the cache"))
     if any(fusion.applied for fusion in region.fusions):
         lines.append(Text(f"fused: {words.fusions(region.fusions)}"))
     if region.hoisted:

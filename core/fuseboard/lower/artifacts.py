@@ -1,0 +1,336 @@
+"""Artifacts of lowered regions on disk, for this and later processes.
+
+A file is named by two hashes: of the region's graph, and of the whole key. It holds a line with
+the format's version, the length of a JSON head, a checksum over all that follows, the head (the
+parts of the key in clear) and the artifact. Files are written beside their place and moved into it,
+so readers see whole files only, from however many processes. A file that isn't whole is set aside.
+The least recently used go when there is too much.
+
+Artifacts are code: whoever can write to the directory decides what runs here. It is made for its
+owner alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("fuseboard")
+
+_FORMAT = b"fuseboard artifact "
+MAGIC = _FORMAT + b"1\n"
+_LENGTH_BYTES = 8
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+_HEAD_AT = len(MAGIC) + _LENGTH_BYTES + _CHECKSUM_BYTES
+
+ARTIFACT, CRASH, ASIDE, TEMPORARY = ".artifact", ".crash", ".aside", ".tmp"
+#: Files that somebody began to write, and that nobody will finish, are removed after this time.
+_ABANDONED_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an artifact is good for.
+
+    :ivar parts: name → text. ``graph`` is the region's; the others have to be equal as well.
+    """
+
+    parts: Mapping[str, str]
+
+    @property
+    def group(self) -> str:
+        """Equal for entries of one graph on one backend, whatever else differs."""
+        return _digest([self.parts["backend"], self.parts["graph"]])[:16]
+
+    @property
+    def stem(self) -> str:
+        """What its files are called, without an ending."""
+        return f"{self.group}-{_digest(sorted(self.parts.items()))[:32]}"
+
+    def differs_from(self, other: Mapping[str, str]) -> tuple[str, ...]:
+        """The names of the parts in which an entry's key is another one."""
+        names = sorted(self.parts.keys() | other.keys())
+        return tuple(name for name in names if self.parts.get(name) != other.get(name))
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a file holds.
+
+    :ivar head: ``key`` and what the writer put beside it.
+    """
+
+    path: Path
+    head: Mapping[str, Any]
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One file, for ``fuseboard cache show``.
+
+    :ivar kind: ``artifact``, ``crash`` (lowering it ended a process) or ``aside`` (damaged).
+    :ivar used: when it was last written or read, in seconds since 1970.
+    """
+
+    kind: str
+    path: Path
+    bytes: int
+    used: float
+    parts: Mapping[str, str]
+    problem: str = ""
+
+
+class Store:
+    """The artifacts in a directory. What fails in it is told once and never stops a compile.
+
+    :param limit_bytes: what all files together may hold.
+    :ivar hits, misses, damaged: how often an artifact was found, wasn't, was there in pieces.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self.directory = directory
+        self.limit_bytes = limit_bytes
+        self.hits = self.misses = self.damaged = 0
+        self._told: set[str] = set()
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def find(self, key: Key, fits: Callable[[Artifact], bool]) -> Artifact | None:
+        """The artifact under an equal key which ``fits``; it counts as used now."""
+        for path in self._files(key, f"{key.stem}*{ARTIFACT}"):
+            found = self._read(path)
+            if found is None or found.head.get("key") != dict(key.parts) or not fits(found):
+                continue
+            self.hits += 1
+            try:
+                os.utime(path)
+            except OSError as error:
+                self._tell("its use can't be noted, so it may go early", error)
+            return found
+        self.misses += 1
+        return None
+
+    def nearest(self, key: Key) -> tuple[str, ...]:
+        """In which parts the nearest entry of the same graph differs; () where there is none."""
+        near = [
+            key.differs_from(head["key"])
+            for path in self._files(key, f"{key.group}-*{ARTIFACT}")
+            if (head := self._read_head(path)) is not None
+        ]
+        return min(near, key=len, default=())
+
+    def crash(self, key: Key) -> str:
+        """How lowering under an equal key ended an earlier process; "" where it didn't."""
+        for path in self._files(key, f"{key.stem}{CRASH}"):
+            try:
+                record = json.loads(path.read_text())
+                if record["key"] == dict(key.parts):
+                    return str(record["problem"])
+            except (OSError, ValueError, KeyError) as error:
+                self._tell(f"{path.name} can't be read", error)
+        return ""
+
+    def _files(self, key: Key | None, pattern: str) -> list[Path]:
+        """The files of a key, or all of them."""
+        try:
+            directory = self._home(key) if key else self.directory
+            return sorted(directory.glob(pattern if key else f"*/{pattern}"))
+        except OSError as error:
+            self._tell("it can't be read", error)
+            return []
+
+    def _home(self, key: Key) -> Path:
+        """A directory of 256, so that none grows too long to be listed."""
+        return self.directory / key.group[:2]
+
+    def _read(self, path: Path) -> Artifact | None:
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # another process removed it since
+            return None
+        except OSError as error:
+            self._tell(f"{path.name} can't be read", error)
+            return None
+        if content.startswith(_FORMAT) and content[: len(MAGIC)] != MAGIC[: len(content)]:
+            return None  # another version's
+        head_bytes, checksum = _sizes(content)
+        body = memoryview(content)[_HEAD_AT:]
+        if checksum is None or hashlib.sha256(body).digest() != checksum:
+            self.damaged += 1
+            self.set_aside(path, "it is damaged")
+            return None
+        return Artifact(path, json.loads(bytes(body[:head_bytes])), bytes(body[head_bytes:]))
+
+    def _read_head(self, path: Path) -> Mapping[str, Any] | None:
+        """The head without the artifact, unchecked; None where it makes no sense."""
+        try:
+            with path.open("rb") as file:
+                head_bytes, _ = _sizes(start := file.read(_HEAD_AT))
+                head = json.loads(file.read(head_bytes)) if len(start) == _HEAD_AT else None
+        except (OSError, ValueError):
+            return None  # whoever needs the artifact reads it whole and tells
+        return head if isinstance(head, dict) and isinstance(head.get("key"), dict) else None
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def put(self, key: Key, data: bytes, further: Mapping[str, Any], variant: str = "") -> str:
+        """Store an artifact; what was there under the name is replaced.
+
+        :param further: goes into the head, beside the key.
+        :param variant: tells entries of one key apart that ``fits`` chooses between.
+        :returns: why it isn't stored, or "".
+        """
+        head = json.dumps({**further, "key": dict(key.parts)}).encode()
+        if _HEAD_AT + len(head) + len(data) > self.limit_bytes:
+            return (
+                f"its artifact of {len(data) / 1e6:.0f} MB is more than cache_size_mb = "
+                f"{self.limit_bytes / 1e6:g}"
+            )
+        checksum = hashlib.sha256(head)
+        checksum.update(data)
+        length = len(head).to_bytes(_LENGTH_BYTES, "little")
+        name = f"{key.stem}{_digest([variant])[:8] if variant else ''}{ARTIFACT}"
+        problem = self._write(self._home(key) / name, MAGIC, length, checksum.digest(), head, data)
+        if not problem:
+            self._make_room()
+        return problem
+
+    def put_crash(self, key: Key, problem: str) -> str:
+        """Remember that lowering under this key ended a process. Returns why not, or ""."""
+        record = {"key": dict(key.parts), "problem": problem}
+        return self._write(self._home(key) / f"{key.stem}{CRASH}", json.dumps(record).encode())
+
+    def _write(self, path: Path, *pieces: bytes) -> str:
+        own = f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
+        temporary = path.with_name(own)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.parent.mkdir(exist_ok=True)
+            with temporary.open("xb") as file:
+                file.writelines(pieces)
+            os.replace(temporary, path)
+        except OSError as error:
+            self._tell("nothing can be stored in it", error)
+            return f"{self.directory} can't be written: {error.strerror or error}"
+        finally:
+            # It is there only if something came in between, Ctrl-C included.
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        return ""
+
+    def set_aside(self, path: Path, why: str) -> None:
+        """Take a file out of use, and keep it for who wants to look at it."""
+        aside = path.with_name(f"{path.name}{ASIDE}")
+        try:
+            os.replace(path, aside)
+        except FileNotFoundError:
+            return  # another process was quicker
+        except OSError as error:
+            self._tell(f"{path.name} can't be set aside", error)
+            return
+        log.warning("fuseboard: an artifact was set aside, %s: %s", why, aside)
+
+    def _make_room(self) -> None:
+        """Remove the least recently used files beyond the limit, and what nobody will finish."""
+        files = self._listed()
+        now = time.time()
+        total = 0
+        for used, size, path in sorted(files, reverse=True):
+            abandoned = path.name.endswith(TEMPORARY) and now - used > _ABANDONED_S
+            total += size
+            if abandoned or total > self.limit_bytes:
+                total -= size
+                self._remove(path)
+
+    def _listed(self) -> list[tuple[float, int, Path]]:
+        """(last used, bytes, path) of every file of ours."""
+        found = []
+        for path in self._files(None, "*"):
+            if path.suffix in (ARTIFACT, CRASH, ASIDE, TEMPORARY):
+                try:
+                    state = path.stat()
+                except OSError:
+                    continue  # another process removed it since
+                found.append((state.st_mtime, state.st_size, path))
+        return found
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._tell(f"{path.name} can't be removed", error)
+            return False
+        return True
+
+    # --- for people -----------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[Row]:
+        """Every file, most recently used first."""
+        for used, size, path in sorted(self._listed(), reverse=True):
+            kind = path.suffix.removeprefix(".")
+            if kind == "tmp":
+                continue
+            head: Mapping[str, Any] | None
+            if path.suffix == CRASH:
+                try:
+                    head = json.loads(path.read_text())
+                except (OSError, ValueError):
+                    head = None
+            else:
+                head = self._read_head(path)
+            head = head or {}
+            parts, problem = head.get("key", {}), str(head.get("problem", ""))
+            yield Row(kind, path, size, used, parts, problem)
+
+    def clear(self, wanted: Callable[[Row], bool] = lambda row: True) -> tuple[int, int]:
+        """Remove files. Returns how many, and their bytes."""
+        count = size = 0
+        for row in self.rows():
+            if wanted(row) and self._remove(row.path):
+                count, size = count + 1, size + row.bytes
+        for path in self._files(None, f"*{TEMPORARY}"):
+            self._remove(path)
+        return count, size
+
+    def _tell(self, what: str, error: Exception) -> None:
+        """One warning for each kind of trouble."""
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("fuseboard: the cache in %s: %s: %s", self.directory, what, error)
+
+
+def _sizes(content: bytes) -> tuple[int, bytes | None]:
+    """The head's length and the checksum that a file's start tells of; None if it is no start."""
+    if len(content) < _HEAD_AT or not content.startswith(MAGIC):
+        return 0, None
+    at = len(MAGIC) + _LENGTH_BYTES
+    return int.from_bytes(content[len(MAGIC) : at], "little"), content[at:_HEAD_AT]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+_stores: dict[tuple[Path, int], Store] = {}
+
+
+def store_at(directory: str | None, size_mb: int) -> Store:
+    """The store of this process for the settings ``cache_dir`` and ``cache_size_mb``."""
+    import platformdirs
+
+    chosen = directory or platformdirs.user_cache_dir("fuseboard", appauthor=False)
+    place = Path(chosen).expanduser().absolute() / "artifacts"
+    key = place, size_mb
+    if key not in _stores:
+        _stores[key] = Store(place, size_mb * 1_000_000)
+    return _stores[key]

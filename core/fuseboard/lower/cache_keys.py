@@ -1,0 +1,209 @@
+"""What an artifact's key is made of: all that the code of a lowered region may depend on."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import operator
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from fuseboard import torch_internals, torch_symbols
+from fuseboard.contracts import BackendInfo, Region
+from fuseboard.lower.artifacts import Key
+from fuseboard.partition.signature import signature
+
+
+class NotCacheable(Exception):
+    """Why a region has no key; the message completes "not cached: "."""
+
+
+def region_key(
+    region: Region, info: BackendInfo, home: Path | None, baked: Sequence[str] | None
+) -> Key:
+    """The key of a region that is about to be lowered.
+
+    :param region: with the graph that the backend is given: decomposed, fused, hoisted.
+    :param home: the file or package whose code makes the artifact.
+    :param baked: hashes of what the backend builds in; None where it builds in values that can't
+        be had.
+    :raises NotCacheable: something in the region has no name outside of this process.
+    """
+    for what in _nameless(region.graph):
+        raise NotCacheable(f"{what} means nothing to another process")
+    if baked is None:
+        raise NotCacheable(
+            f"{region.backend} builds in the values of weights, which aren't known in this graph"
+        )
+    values = [node.meta.get("val") for node in region.graph.graph.nodes]
+    parts = {
+        "backend": region.backend,
+        "graph": signature(region.graph, region.backend, (region.kind, _views(region.graph))),
+        "static inputs": f"{region.static_inputs}",
+        "whole graph": f"{region.whole}",
+        "random": region.random,
+        "weights": " ".join(baked),
+        "sizes": "; ".join(torch_symbols.known_facts(values)),
+        "fingerprint": info.fingerprint,
+        "code": code_hash(home) if home else "",
+        "options": _options(region.options),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "fuseboard": metadata.version("fuseboard"),
+        "python": f"{platform.python_implementation()} {'.'.join(map(str, sys.version_info[:3]))}",
+        "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
+        "processor": processor(),
+        "threads": f"{torch.get_num_threads()}",
+        "numerics": numerics(),
+    }
+    devices = {leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+    if any(device.type == "cuda" for device in devices):
+        parts["gpu"] = gpu()
+    return Key(parts)
+
+
+# --- the region -----------------------------------------------------------------------------------
+
+
+def _nameless(graph: GraphModule) -> Iterator[str]:
+    """What in a graph can only be told by its place in memory."""
+    for node in graph.graph.nodes:
+        target: Any = node.target
+        if node.op == "get_attr":
+            held = operator.attrgetter(str(target))(graph)
+            if isinstance(held, GraphModule):
+                yield from _nameless(held)
+            elif not isinstance(held, torch.Tensor | int | float | str | None):
+                yield f"the constant {target} of type {type(held).__name__}"
+        elif node.op == "call_function":
+            if isinstance(target, torch._ops.HigherOrderOperator) and not torch_internals.cacheable(
+                target
+            ):
+                yield f"the operator {target}"
+            for leaf in tree_leaves((node.args, node.kwargs)):
+                if not isinstance(leaf, Node) and " at 0x" in repr(leaf):
+                    yield f"an argument of {node.name} of type {type(leaf).__name__}"
+
+
+def _views(graph: GraphModule) -> tuple[tuple[bool, bool], ...]:
+    """For each input whether it is to be read as conjugated, or as negated."""
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    return tuple((v.is_conj(), v.is_neg()) for v in values if isinstance(v, torch.Tensor))
+
+
+def _options(options: Any) -> str:
+    if options is None:
+        return ""
+    if isinstance(options, BaseModel):
+        options = options.model_dump()
+    text = json.dumps(options, sort_keys=True, default=repr)
+    if " at 0x" in text:
+        raise NotCacheable("an option's value means nothing to another process")
+    return text
+
+
+def content_hash(tensor: torch.Tensor) -> str:
+    """A hash of what a real tensor holds, its shape, strides and dtype."""
+    with torch_internals.real_tensors():
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        count = plain.numel() * plain.element_size()
+        held = (ctypes.c_char * count).from_address(plain.data_ptr()) if count else b""
+        digest = hashlib.sha256(held)
+    digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}".encode())
+    return digest.hexdigest()
+
+
+# --- the backend ----------------------------------------------------------------------------------
+
+
+def code_hash(home: Path) -> str:
+    """A hash of a plugin's Python files: a checkout changes without a new version."""
+    files = sorted(home.rglob("*.py")) if home.is_dir() else [home]
+    states = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    return _code_hash(states, home)
+
+
+@lru_cache(maxsize=64)
+def _code_hash(states: tuple[tuple[str, int, int], ...], home: Path) -> str:
+    digest = hashlib.sha256()
+    for name, _, _ in states:
+        file = Path(name)
+        inside = file.relative_to(home) if home.is_dir() else file.name
+        digest.update(f"{inside}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def processor() -> str:
+    """The processor's name and what it can do, as far as torch or the system tells."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if hasattr(torch.cpu, "get_capabilities"):
+        known = dict(torch.cpu.get_capabilities())
+        name = known.pop("cpu_name", platform.processor())
+        able = sorted(key for key, value in known.items() if value is True)
+        return f"{name} {capability} {' '.join(able)}"
+    flags = Path("/proc/cpuinfo")
+    lines = flags.read_text().splitlines() if flags.exists() else []
+    told = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return f"{platform.processor()} {capability} {' '.join(sorted(told))}"
+
+
+def gpu() -> str:
+    """The current CUDA device, and the CUDA that torch was built for."""
+    index = torch.cuda.current_device()
+    capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+    return f"{torch.cuda.get_device_name(index)} sm_{capability} CUDA {torch.version.cuda}"
+
+
+def numerics() -> str:
+    """The switches of torch that choose among kernels."""
+    utils: Any = torch.utils
+    state = {
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill": _read(
+            partial(operator.attrgetter("deterministic.fill_uninitialized_memory"), utils)
+        ),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "matmul": _read(torch.get_float32_matmul_precision),
+    }
+    for path in _PRECISIONS:
+        state[path] = _read(partial(operator.attrgetter(path), torch.backends))
+    return ", ".join(f"{name}={value}" for name, value in state.items())
+
+
+_PRECISIONS = (
+    "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision",
+    "mkldnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cudnn.conv.fp32_precision",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+)
+
+
+def _read(switch: Callable[[], Any]) -> Any:
+    """A switch's value. Some don't exist in every torch, and some raise beside others."""
+    try:
+        return switch()
+    except (AttributeError, RuntimeError) as error:
+        return type(error).__name__

@@ -1,0 +1,287 @@
+"""The store of artifacts: keys, files, room, and the command that shows and clears it."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from typer.testing import CliRunner
+
+from fuseboard.cli.main import app
+from fuseboard.contracts import BackendInfo, Region
+from fuseboard.lower.artifacts import ARTIFACT, Key, Store
+from fuseboard.lower.cache_keys import NotCacheable, code_hash, content_hash, region_key
+
+PARTS = {
+    "backend": "fake",
+    "graph": "g",
+    "static inputs": "()",
+    "whole graph": "True",
+    "random": "eager",
+    "weights": "",
+    "sizes": "",
+    "fingerprint": "1",
+    "code": "c",
+    "options": "",
+    "torch": "2",
+    "fuseboard": "0",
+    "python": "3",
+    "system": "Linux",
+    "processor": "fast",
+    "threads": "1",
+    "numerics": "x",
+    "gpu": "none",
+}
+
+
+def key(**changes: str) -> Key:
+    return Key({**PARTS, **{name.replace("_", " "): value for name, value in changes.items()}})
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "artifacts", 1_000_000)
+
+
+def found(store, wanted: Key) -> bytes | None:
+    artifact = store.find(wanted, lambda artifact: True)
+    return None if artifact is None else artifact.data
+
+
+def test_what_was_put_is_found(store):
+    """The bytes, under an equal key; hits and misses are counted."""
+    assert store.put(key(), b"\x00code\xff", {"guards": []}) == ""
+    assert found(store, key()) == b"\x00code\xff"
+    assert found(store, key(graph="h")) is None
+    assert (store.hits, store.misses) == (1, 1)
+
+
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_each_part_counts(store, part):
+    """A key that differs in one part is a miss, and that part is named where the graph is equal."""
+    store.put(key(), b"code", {})
+    other = Key({**PARTS, part: "another"})
+    assert found(store, other) is None
+    assert store.nearest(other) == (() if part in ("backend", "graph") else (part,))
+
+
+def test_the_nearest_entry_is_the_one_with_the_fewest_differences(store):
+    """Of several entries of a graph."""
+    store.put(key(threads="2", torch="1"), b"a", {})
+    store.put(key(threads="2"), b"b", {})
+    assert store.nearest(key()) == ("threads",)
+
+
+def test_entries_of_one_key_that_fit_differently(store):
+    """Variants live side by side; the caller chooses by what the head says."""
+    store.put(key(), b"small", {"bound": 4}, variant="small")
+    store.put(key(), b"large", {"bound": 9}, variant="large")
+    for bound, data in ((4, b"small"), (9, b"large")):
+        artifact = store.find(key(), lambda a, bound=bound: a.head["bound"] == bound)
+        assert artifact is not None
+        assert artifact.data == data
+    assert store.find(key(), lambda a: False) is None
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    """Reading counts as use."""
+    store = Store(tmp_path, 3_500)
+    for number in range(3):
+        store.put(key(graph=str(number)), bytes(500), {})
+        (path,) = tmp_path.rglob(f"{key(graph=str(number)).stem}*")
+        os.utime(path, (number, number))
+    assert found(store, key(graph="0")) is not None
+    store.put(key(graph="3"), bytes(500), {})
+    assert [found(store, key(graph=str(n))) is not None for n in range(4)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_an_artifact_larger_than_all_room_isnt_stored(tmp_path):
+    """The reason names the setting."""
+    store = Store(tmp_path, 2_000_000)
+    problem = store.put(key(), bytes(3_000_000), {})
+    assert problem == "its artifact of 3 MB is more than cache_size_mb = 2"
+    assert list(store.rows()) == []
+
+
+def test_the_directory_is_its_owners_alone(store):
+    """What lies there is run."""
+    store.put(key(), b"code", {})
+    assert store.directory.stat().st_mode & 0o077 == 0
+
+
+def test_a_crash_is_remembered_under_its_key(store):
+    """For this key only, until it is cleared."""
+    store.put_crash(key(), "SIGSEGV")
+    assert store.crash(key()) == "SIGSEGV"
+    assert store.crash(key(fingerprint="2")) == ""
+    store.clear(lambda row: row.kind == "crash")
+    assert store.crash(key()) == ""
+
+
+# --- keys of regions ------------------------------------------------------------------------------
+
+
+def region_of(function, *inputs, **changes) -> Region:
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    return Region("r", "fake", "inference", graph, "signature", **changes)
+
+
+def parts_of(region: Region) -> dict[str, str]:
+    return dict(region_key(region, BackendInfo("fake"), None, []).parts)
+
+
+def test_a_regions_key_holds_every_part():
+    """Those that this file knows of, the GPU's aside, which only graphs on one have."""
+    assert parts_of(region_of(torch.relu, torch.randn(3))).keys() == PARTS.keys() - {"gpu"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((torch.randn(4, 3),), (torch.randn(3, 4).t(),)),
+        ((torch.randn(4),), (torch.randn(4, dtype=torch.float64),)),
+        (
+            (torch.randn(4, dtype=torch.complex64),),
+            (torch.randn(4, dtype=torch.complex64).conj(),),
+        ),
+    ],
+    ids=["strides", "dtype", "conj"],
+)
+def test_inputs_of_another_kind_are_another_graph(one, other):
+    """Strides, dtypes and lazy conjugation are metadata that code may rely on."""
+    first, second = (parts_of(region_of(torch.exp, *inputs)) for inputs in (one, other))
+    assert {n for n in first if first[n] != second[n]} == {"graph"}
+
+
+def test_constants_count_by_content():
+    """A tensor that the graph holds is part of the code."""
+
+    def plus(value):
+        held = torch.full((3,), value)
+        return lambda x: x + held
+
+    first, second = (parts_of(region_of(plus(v), torch.randn(3))) for v in (1.0, 2.0))
+    assert first["graph"] != second["graph"]
+
+
+def test_static_inputs_and_wholeness_are_parts():
+    """Each by itself."""
+    plain = parts_of(region_of(torch.relu, torch.randn(3)))
+    for change, part in (
+        ({"static_inputs": (0,)}, "static inputs"),
+        ({"whole": True}, "whole graph"),
+    ):
+        changed = parts_of(region_of(torch.relu, torch.randn(3), **change))
+        assert {n for n in plain if plain[n] != changed[n]} == {part}
+
+
+def test_unknown_values_that_are_built_in_have_no_key():
+    """No caching is better than another model's weights."""
+    with pytest.raises(NotCacheable, match="builds in the values of weights"):
+        region_key(region_of(torch.relu, torch.randn(3)), BackendInfo("fake"), None, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.t().contiguous().t(),
+        lambda t: t + 0 if t.dtype.is_complex else t.double(),
+        lambda t: t.index_fill(0, torch.tensor(2), 5.0),
+    ],
+    ids=["strides", "dtype", "one element"],
+)
+def test_the_hash_of_a_tensor_is_of_all_of_it(change):
+    """Contents, strides and dtype."""
+    tensor = torch.randn(5, 3)
+    assert content_hash(tensor) == content_hash(tensor.clone())
+    assert content_hash(tensor) != content_hash(change(tensor))
+
+
+def test_an_empty_tensor_has_a_hash():
+    """There is no memory to read."""
+    assert content_hash(torch.empty(0, 3)) != content_hash(torch.empty(0, 4))
+
+
+def test_the_hash_of_code_follows_the_files(tmp_path):
+    """Changed, added and renamed files are another plugin."""
+    (tmp_path / "__init__.py").write_text("a = 1\n")
+    hashes = [code_hash(tmp_path)]
+    (tmp_path / "__init__.py").write_text("a = 2 \n")
+    hashes.append(code_hash(tmp_path))
+    (tmp_path / "more.py").write_text("")
+    hashes.append(code_hash(tmp_path))
+    (tmp_path / "more.py").rename(tmp_path / "less.py")
+    hashes.append(code_hash(tmp_path))
+    assert len(set(hashes)) == 4
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    store = Store(tmp_path / "artifacts", 1_000_000)
+    store.put(key(), bytes(2_000), {})
+    store.put(key(backend="other"), bytes(300_000), {})
+    store.put_crash(key(graph="bad"), "SIGABRT")
+    return store
+
+
+def cache(*words: str) -> str:
+    result = CliRunner().invoke(app, ["cache", *words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_show_lists_what_is_there(filled):
+    """Backend, size, what a crash was, the sum, and where."""
+    shown = cache("show")
+    for text in ("other", "0.3 MB", "SIGABRT", "3 files", f"in {filled.directory}"):
+        assert text in shown
+
+
+def test_show_as_json(filled):
+    """All parts of each key."""
+    told = json.loads(cache("show", "--json"))
+    assert told["directory"] == str(filled.directory)
+    assert sorted(file["kind"] for file in told["files"]) == ["artifact", "artifact", "crash"]
+    assert {file["key"]["threads"] for file in told["files"]} == {"1"}
+
+
+def test_show_an_empty_cache(tmp_path, monkeypatch):
+    """No directory yet: none is made."""
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "none"))
+    assert cache("show").startswith("0 files")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ([], []),
+        (["--crashes"], ["artifact", "artifact"]),
+        (["--backend", "other"], ["artifact", "crash"]),
+    ],
+)
+def test_clear_removes_what_is_asked_for(filled, words, left):
+    """Everything, one backend's, or the records of crashes."""
+    assert cache("clear", *words).startswith(f"removed {3 - len(left)} files")
+    assert sorted(row.kind for row in filled.rows()) == left
+
+
+def test_files_of_others_are_left_alone(filled):
+    """Only what the store made is counted or removed."""
+    foreign = next(filled.directory.rglob(f"*{ARTIFACT}")).parent / "notes.txt"
+    foreign.write_text("mine")
+    cache("clear")
+    assert foreign.read_text() == "mine"
