@@ -119,11 +119,13 @@ def test_the_directory_is_its_owners_alone(store):
 
 def test_a_crash_is_remembered_under_its_key(store):
     """For this key only, until it is cleared."""
-    store.put_crash(key(), "SIGSEGV")
-    assert store.crash(key()) == "SIGSEGV"
-    assert store.crash(key(fingerprint="2")) == ""
+    store.put_tried(key(), "SIGSEGV")
+    assert store.tried(key()) == "SIGSEGV"
+    assert store.tried(key(fingerprint="2")) is None
     store.clear(lambda row: row.kind == "crash")
-    assert store.crash(key()) == ""
+    assert store.tried(key()) is None
+    store.put_tried(key(), "")
+    assert store.tried(key()) == ""
 
 
 # --- keys of regions ------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def filled(tmp_path, monkeypatch):
     store = Store(tmp_path / "artifacts", 1_000_000)
     store.put(key(), bytes(2_000), {})
     store.put(key(backend="other"), bytes(300_000), {})
-    store.put_crash(key(graph="bad"), "SIGABRT")
+    store.put_tried(key(graph="bad"), "SIGABRT")
     return store
 
 

@@ -265,6 +265,16 @@ class Session:
             return None
         return Path(file).parent if Path(file).name == "__init__.py" else Path(file)
 
+    def module_name(self, plugin: str) -> str | None:
+        """The module that another process must import and register to have a plugin.
+
+        "" where its entry point does that; None where it is an object of this process.
+        """
+        entry = self._entries.get(plugin)
+        if entry is None or entry.state.source.startswith("entry point"):
+            return ""
+        return entry.plugin.__name__ if isinstance(entry.plugin, ModuleType) else None
+
     # --- calling hooks --------------------------------------------------------------------------
 
     def call(self, hook: str, plugin: str, /, **arguments: Any) -> Any:

@@ -14,7 +14,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from fuseboard.lower.artifacts import Row, Store
 
-_STYLES = {"artifact": "green", "crash": "red", "aside": "yellow"}
+_STYLES = {"artifact": "green", "tried": "dim", "crash": "red", "aside": "yellow"}
 
 cache = typer.Typer(no_args_is_help=True, help="Show or clear what is kept for later processes.")
 
@@ -32,7 +32,8 @@ def _store() -> Store:
 def show(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the artifacts, the most recently used first, and where they are.
 
-    ``crash``: compiling it ended a process, so it isn't tried again. ``aside``: a damaged file.
+    ``crash``: compiling it ended a process, so it isn't tried again. ``tried``: it didn't end one.
+    ``aside``: a damaged file.
     """
     store = _store()
     rows = list(store.rows())

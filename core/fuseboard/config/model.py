@@ -174,6 +174,12 @@ class Settings(BaseModel):
         "How many megabytes are kept there; the least recently used go first.",
         ge=1,
     )
+    isolate: bool = _setting(
+        False,
+        "true or false",
+        "Try in a child process first what might end the process: backends that say so of "
+        "themselves.",
+    )
     fuse_limit: int | None = _setting(
         None,
         "a whole number from 0",

@@ -32,7 +32,7 @@ _LENGTH_BYTES = 8
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _HEAD_AT = len(MAGIC) + _LENGTH_BYTES + _CHECKSUM_BYTES
 
-ARTIFACT, CRASH, ASIDE, TEMPORARY = ".artifact", ".crash", ".aside", ".tmp"
+ARTIFACT, CRASH, TRIED, ASIDE, TEMPORARY = ".artifact", ".crash", ".tried", ".aside", ".tmp"
 #: Files that somebody began to write, and that nobody will finish, are removed after this time.
 _ABANDONED_S = 3600.0
 
@@ -78,7 +78,8 @@ class Artifact:
 class Row:
     """One file, for ``fuseboard cache show``.
 
-    :ivar kind: ``artifact``, ``crash`` (lowering it ended a process) or ``aside`` (damaged).
+    :ivar kind: ``artifact``, ``crash`` (lowering it ended a process), ``tried`` (it didn't) or
+        ``aside`` (damaged).
     :ivar used: when it was last written or read, in seconds since 1970.
     """
 
@@ -129,16 +130,20 @@ class Store:
         ]
         return min(near, key=len, default=())
 
-    def crash(self, key: Key) -> str:
-        """How lowering under an equal key ended an earlier process; "" where it didn't."""
-        for path in self._files(key, f"{key.stem}{CRASH}"):
-            try:
-                record = json.loads(path.read_text())
-                if record["key"] == dict(key.parts):
-                    return str(record["problem"])
-            except (OSError, ValueError, KeyError) as error:
-                self._tell(f"{path.name} can't be read", error)
-        return ""
+    def tried(self, key: Key) -> str | None:
+        """How lowering under an equal key ended an earlier process: "" if it didn't.
+
+        None where it wasn't tried in a process of its own.
+        """
+        for path in self._files(key, f"{key.stem}*"):
+            if path.suffix in (CRASH, TRIED):
+                try:
+                    record = json.loads(path.read_text())
+                    if record["key"] == dict(key.parts):
+                        return str(record["problem"])
+                except (OSError, ValueError, KeyError) as error:
+                    self._tell(f"{path.name} can't be read", error)
+        return None
 
     def _files(self, key: Key | None, pattern: str) -> list[Path]:
         """The files of a key, or all of them."""
@@ -205,10 +210,14 @@ class Store:
             self._make_room()
         return problem
 
-    def put_crash(self, key: Key, problem: str) -> str:
-        """Remember that lowering under this key ended a process. Returns why not, or ""."""
-        record = {"key": dict(key.parts), "problem": problem}
-        return self._write(self._home(key) / f"{key.stem}{CRASH}", json.dumps(record).encode())
+    def put_tried(self, key: Key, problem: str) -> str:
+        """Remember how lowering under this key ended a process; "" if it didn't.
+
+        Returns why that can't be, or "".
+        """
+        record = json.dumps({"key": dict(key.parts), "problem": problem}).encode()
+        path = self._home(key) / f"{key.stem}{CRASH if problem else TRIED}"
+        return self._write(path, record)
 
     def _write(self, path: Path, *pieces: bytes) -> str:
         own = f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
@@ -256,7 +265,7 @@ class Store:
         """(last used, bytes, path) of every file of ours."""
         found = []
         for path in self._files(None, "*"):
-            if path.suffix in (ARTIFACT, CRASH, ASIDE, TEMPORARY):
+            if path.suffix in (ARTIFACT, CRASH, TRIED, ASIDE, TEMPORARY):
                 try:
                     state = path.stat()
                 except OSError:
@@ -281,7 +290,7 @@ class Store:
             if kind == "tmp":
                 continue
             head: Mapping[str, Any] | None
-            if path.suffix == CRASH:
+            if path.suffix in (CRASH, TRIED):
                 try:
                     head = json.loads(path.read_text())
                 except (OSError, ValueError):

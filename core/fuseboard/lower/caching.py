@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.artifacts import Artifact, Key, Store, store_at
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
 from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.isolated import Result
+from fuseboard.lower.isolation import Crash, lower_in_child
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.torch_symbols import GuardWatch, guard_again, symbolic_numbers
-
-log = logging.getLogger("fuseboard")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,14 @@ class Task:
     prepare: GraphModule | None
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where an artifact belongs."""
+
+    store: Store
+    key: Key
+
+
 class Cache:
     """The artifacts of one graph's regions.
 
@@ -56,31 +64,43 @@ class Cache:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.
 
         :raises RegionError: an artifact couldn't be loaded, and the policy is to raise.
+        :raises LoweringError: it would end the process.
         """
-        backend = task.region.backend
-        store = self._store() if self._session.implements(backend, "fuseboard_load") else None
-        if store is None:
-            return self._ask(task)
-        try:
-            key = self._key(task)
-        except NotCacheable as error:
-            told.notes.append(f"not cached: {error}")
-            return self._ask(task)
-        loaded = self._load(task, key, store, told)
-        if loaded is not None:
-            return loaded
+        info = self._info(task.region.backend)
+        loads = self._session.implements(info.name, "fuseboard_load")
+        isolates = self._session.settings.isolate and info.may_crash
+        place = self._place(task, info, told) if loads or isolates else None
+        if loads and place is not None and (found := self._find(task, place, told)) is not None:
+            loaded = self._load(task, found.data, told, place.store, found.path)
+            if loaded is not None:
+                return loaded
+        if isolates:
+            result = self._try_in_child(task, place)
+            if result is not None and result.declined:
+                return None
+            if loads and result is not None and result.artifact is not None:
+                loaded = self._take(task, result, place, told)
+                if loaded is not None:
+                    return loaded
         watch = GuardWatch(torch_internals.fake_mode_of(task.inputs))
         answer = self._ask(task)
         if answer is None or answer.artifact is None:
             return answer
-        problem = self._put(task, key, store, answer, watch)
-        if problem:
-            told.notes.append(f"not cached: {problem}")
+        if place is not None:
+            self._put(task, place, answer.artifact, watch.code(), told)
         return dataclasses.replace(answer, artifact=None)  # it may be large, and is on disk
 
-    def _store(self) -> Store | None:
+    def _place(self, task: Task, info: BackendInfo, told: RegionReport) -> _Place | None:
+        """Where the region's artifact belongs; None where there is no such place."""
         settings = self._session.settings
-        return store_at(settings.cache_dir, settings.cache_size_mb) if settings.cache else None
+        if not settings.cache:
+            return None
+        try:
+            key = self._key(task, info)
+        except NotCacheable as error:
+            told.notes.append(f"not cached: {error}")
+            return None
+        return _Place(store_at(settings.cache_dir, settings.cache_size_mb), key)
 
     def _ask(self, task: Task) -> LoweredRegion | None:
         answer: LoweredRegion | None = self._session.call(
@@ -88,8 +108,7 @@ class Cache:
         )
         return answer
 
-    def _key(self, task: Task) -> Key:
-        info = self._info(task.region.backend)
+    def _key(self, task: Task, info: BackendInfo) -> Key:
         baked: list[str] | None = []
         if info.bakes_constants:
             baked = None
@@ -104,52 +123,115 @@ class Cache:
 
     # --- loading --------------------------------------------------------------------------------
 
-    def _load(self, task: Task, key: Key, store: Store, told: RegionReport) -> LoweredRegion | None:
-        """The region from the cache; None where it isn't there or doesn't load."""
-        values = [node.meta.get("val") for node in task.region.graph.graph.nodes]
+    def _find(self, task: Task, place: _Place, told: RegionReport) -> Artifact | None:
+        """The artifact, if it is there and fits; else a note on what is near."""
+        values = _values(task)
+        found = place.store.find(
+            place.key, lambda artifact: guard_again(artifact.head["guards"], values)
+        )
+        if found is None and (differs := place.store.nearest(place.key)):
+            told.notes.append(
+                "not in the cache, where an entry for the same graph differs in: "
+                + ", ".join(differs)
+            )
+        return found
 
-        def fits(artifact: Artifact) -> bool:
-            return guard_again(artifact.head["guards"], values)
+    def _load(
+        self,
+        task: Task,
+        artifact: bytes,
+        told: RegionReport,
+        store: Store | None = None,
+        path: Path | None = None,
+    ) -> LoweredRegion | None:
+        """What ``fuseboard_load`` makes of an artifact; None where it can't or won't.
 
-        found = store.find(key, fits)
-        if found is None:
-            differs = store.nearest(key)
-            if differs:
-                told.notes.append(
-                    "not in the cache, where an entry for the same graph differs in: "
-                    + ", ".join(differs)
-                )
-            return None
+        :param path: where it is stored; it is set aside if it can't be loaded.
+        """
         region = task.copied()
         try:
             answer: LoweredRegion | None = self._session.call(
                 "fuseboard_load",
                 region.backend,
-                artifact=found.data,
+                artifact=artifact,
                 region=region,
                 inputs=task.inputs,
             )
         except (PluginError, LoweringError) as error:
-            store.set_aside(found.path, f"{region.backend} couldn't load it")
+            if store is not None and path is not None:
+                store.set_aside(path, f"{region.backend} couldn't load it")
             if decide(self._session, region.name, region.backend, "lower", error) == "raise":
                 raise region_error(region, "lower", error) from error
             instead = f"{region.backend}, lowered again"
             trip(self._report, region.backend, "lower", region.name, error, instead, region.source)
             return None
-        if answer is not None:
+        if answer is not None and path is not None:
             told.loaded = True
         return answer
+
+    # --- in a process of its own ----------------------------------------------------------------
+
+    def _try_in_child(self, task: Task, place: _Place | None) -> Result | None:
+        """What the backend answered in a child process; None where it was tried before.
+
+        :raises LoweringError: it ended that process, now or earlier, or raised in it.
+        """
+        before = None if place is None else place.store.tried(place.key)
+        if before == "":
+            return None
+        if before is not None:
+            raise LoweringError(
+                f"lowering it ended an earlier process ({before}), so it isn't tried again until "
+                "the backend's fingerprint changes; `fuseboard cache clear --crashes` forgets it"
+            )
+        try:
+            result = lower_in_child(task.copied(), task.inputs, self._session)
+        except Crash as crash:
+            if place is not None:
+                place.store.put_tried(place.key, str(crash))
+            raise LoweringError(f"lowering it in a child process ended that: {crash}") from crash
+        if result.error:
+            raise LoweringError(f"in a child process: {result.error}")
+        if place is not None and result.artifact is None:
+            place.store.put_tried(place.key, "")
+        return result
+
+    def _take(
+        self, task: Task, result: Result, place: _Place | None, told: RegionReport
+    ) -> LoweredRegion | None:
+        """Load what a child process made, and store it."""
+        assert result.artifact is not None
+        if result.guards is None or not guard_again(result.guards, _values(task)):
+            return None
+        loaded = self._load(task, result.artifact, told)
+        if loaded is None:
+            return None
+        if place is not None:
+            self._put(task, place, result.artifact, result.guards, told)
+        notes = tuple(dict.fromkeys((*result.notes, *loaded.notes, "compiled in a child process")))
+        return dataclasses.replace(loaded, notes=notes)
 
     # --- storing --------------------------------------------------------------------------------
 
     def _put(
-        self, task: Task, key: Key, store: Store, answer: LoweredRegion, watch: GuardWatch
-    ) -> str:
-        """Store an artifact. Returns why it isn't stored, or ""."""
-        assert answer.artifact is not None
-        symbolic = any(map(symbolic_numbers, task.inputs))
-        guards = watch.code() if symbolic else []
+        self,
+        task: Task,
+        place: _Place,
+        artifact: bytes,
+        guards: list[str] | None,
+        told: RegionReport,
+    ) -> None:
+        """Store an artifact; a note says why it isn't."""
+        if not any(map(symbolic_numbers, task.inputs)):
+            guards = []
         if guards is None:
-            return "lowering it added asserts on numbers that only a call decides"
-        further: Mapping[str, Any] = {"guards": guards}
-        return store.put(key, answer.artifact, further, variant="; ".join(guards))
+            problem = "lowering it added asserts on numbers that only a call decides"
+        else:
+            further = {"guards": guards}
+            problem = place.store.put(place.key, artifact, further, variant="; ".join(guards))
+        if problem:
+            told.notes.append(f"not cached: {problem}")
+
+
+def _values(task: Task) -> list[Any]:
+    return [node.meta.get("val") for node in task.region.graph.graph.nodes]

@@ -1,0 +1,110 @@
+"""The child process of :mod:`fuseboard.lower.isolation`: lower one region, and write what came out.
+
+``python -m fuseboard.lower.isolated DIRECTORY`` reads ``request`` there, makes the file ``started``
+when the plugin is about to be asked, and moves ``result`` into place at the end. It ends with its
+parent, whose end closes its standard input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """A region to lower.
+
+    :ivar module: of a plugin that was registered at run time; "" where an entry point names it.
+    :ivar region: the fields of the region but its graph and options.
+    :ivar graph: as :func:`fuseboard.torch_graphs.graph_to_bytes` made it.
+    :ivar options: settings, as ``torch.compile(options=)`` takes them.
+    :ivar state: of torch: threads, default dtype, determinism, matmul precision.
+    """
+
+    module: str
+    region: dict[str, Any]
+    graph: bytes
+    options: dict[str, Any]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the plugin answered.
+
+    :ivar error: what it raised, as text.
+    :ivar declined: it returned None.
+    :ivar guards: on sizes, that its lowering added; None where they can't be told.
+    """
+
+    error: str = ""
+    declined: bool = False
+    artifact: bytes | None = None
+    notes: tuple[str, ...] = ()
+    guards: list[str] | None = None
+
+
+def main(directory: Path) -> None:
+    """Answer the request; ends the process, without a plugin's handlers at exit."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    request: Request = pickle.loads((directory / "request").read_bytes())
+    result = _answer(request, directory)
+    unfinished = directory / "unfinished"
+    unfinished.write_bytes(pickle.dumps(result))
+    os.replace(unfinished, directory / "result")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _answer(request: Request, directory: Path) -> Result:
+    import torch
+
+    from fuseboard import torch_internals
+    from fuseboard.board import board, register
+    from fuseboard.config import resolve
+    from fuseboard.contracts import Region
+    from fuseboard.errors import LoweringError, PluginError
+    from fuseboard.lower.failure import describe
+    from fuseboard.torch_graphs import graph_from_bytes
+    from fuseboard.torch_symbols import GuardWatch
+
+    torch.set_num_threads(request.state["threads"])
+    torch.set_default_dtype(request.state["dtype"])
+    torch.use_deterministic_algorithms(
+        request.state["deterministic"], warn_only=request.state["warn_only"]
+    )
+    torch.set_float32_matmul_precision(request.state["precision"])
+    backend = request.region["backend"]
+    if request.module:
+        register(importlib.import_module(request.module), backend)
+    session = board.session(resolve(request.options))
+    graph, inputs, mode = graph_from_bytes(request.graph)
+    region = Region(**request.region, graph=graph, options=session.options(backend))
+    watch = GuardWatch(mode)
+    (directory / "started").touch()
+    with torch.no_grad(), torch_internals.isolated_tracing(mode):
+        try:
+            answer = session.call("fuseboard_lower", backend, region=region, inputs=inputs)
+        except (PluginError, LoweringError) as error:
+            return Result(error=describe(error))
+    if answer is None:
+        return Result(declined=True)
+    return Result(artifact=answer.artifact, notes=answer.notes, guards=watch.code())
+
+
+if __name__ == "__main__":
+    # By its full name: what is pickled is the parent's module, not ``__main__``.
+    importlib.import_module("fuseboard.lower.isolated").main(Path(sys.argv[1]))

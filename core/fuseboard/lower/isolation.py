@@ -1,0 +1,146 @@
+"""Try a region in a child process first, where compiling it may end the process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuseboard import torch_graphs
+from fuseboard.board import Session
+from fuseboard.contracts import Region
+from fuseboard.errors import LoweringError
+from fuseboard.lower.isolated import Request, Result
+
+#: What importing torch and the plugin may take, beyond the limit of the hook.
+START_S = 120.0
+_POLL_S = 0.02
+
+
+class Crash(LoweringError):
+    """The child process ended before it had answered, or had to be ended."""
+
+
+def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> Result:
+    """What ``fuseboard_lower`` answers in a process of its own.
+
+    Whatever becomes of that process, and if this one is interrupted, it is gone in the end.
+
+    :raises Crash: it ended with a signal or an exit code, or didn't answer in time.
+    :raises LoweringError: it can't be tried there.
+    """
+    request = _request(region, inputs, session)
+    with tempfile.TemporaryDirectory(prefix="fuseboard-isolated-") as name:
+        directory = Path(name)
+        (directory / "request").write_bytes(pickle.dumps(request))
+        with (directory / "output").open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "fuseboard.lower.isolated", name],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # so that compilers which it started go with it
+            )
+            try:
+                late = _wait(child, directory, session.settings.hook_limit_s)
+            finally:
+                _end(child)
+        result = directory / "result"
+        if result.exists():
+            return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
+        started = (directory / "started").exists()
+        said = _last_line((directory / "output").read_text(errors="replace"))
+    if late and started:
+        origin = session.settings.origin("hook_limit_s")
+        limit_s = session.settings.hook_limit_s
+        raise Crash(f"no answer within hook_limit_s = {limit_s:g} (set in {origin}){said}")
+    how = "it didn't start in time" if late else f"it ended with {_name(child.returncode)}"
+    if not started:
+        raise LoweringError(f"{region.backend} can't be tried in a child process: {how}{said}")
+    raise Crash(f"{_name(child.returncode)}{said}")
+
+
+def _request(region: Region, inputs: Sequence[Any], session: Session) -> Request:
+    module = session.module_name(region.backend)
+    if module is None:
+        raise LoweringError(
+            f"{region.backend} can't be tried in a child process, which wouldn't find it: it is an "
+            "object of this process. Make it a module, or give it an entry point"
+        )
+    settings = session.settings
+    options: dict[str, Any] = {
+        "backends": [region.backend],
+        "hook_limit_s": settings.hook_limit_s,
+        "random": settings.random,
+    }
+    given = settings.plugins.get(region.backend, {})
+    options.update({f"plugins.{region.backend}.{key}": value for key, value in given.items()})
+    fields = ("name", "backend", "kind", "signature", "static_inputs", "whole", "random", "source")
+    return Request(
+        module=module,
+        region={field: getattr(region, field) for field in fields},
+        graph=torch_graphs.graph_to_bytes(region.graph, inputs),
+        options=options,
+        state={
+            "threads": torch.get_num_threads(),
+            "dtype": torch.get_default_dtype(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+            "precision": torch.get_float32_matmul_precision(),
+        },
+    )
+
+
+def _wait(child: subprocess.Popen[bytes], directory: Path, limit_s: float) -> bool:
+    """Wait for the child's end. True where it took too long to start or to answer."""
+    begun = time.monotonic()
+    started = False
+    while True:
+        try:
+            child.wait(_POLL_S)
+            return False
+        except subprocess.TimeoutExpired:
+            pass
+        now = time.monotonic()
+        if not started and (directory / "started").exists():
+            started, begun = True, now
+        if now - begun > (limit_s if started else max(limit_s, START_S)):
+            return True
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill it and what it started, if anything of it is left."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # all of it has ended; macOS says so in the second way
+    finally:
+        child.wait()
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+def _name(code: int) -> str:
+    """How a process ended: ``SIGSEGV``, or ``exit code 3``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _last_line(output: str) -> str:
+    """What it said last, as the end of a sentence."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return f": {lines[-1][:300]}" if lines else ""

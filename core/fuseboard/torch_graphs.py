@@ -1,0 +1,64 @@
+"""Graphs as bytes, for another process: the part of :mod:`fuseboard.torch_internals` about that.
+
+Read against torch 2.13: ``torch/fx/_graph_pickler.py`` (``GraphPickler``), which keeps fake values
+with their ShapeEnv, guards and ranges included, and makes constants fake.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard import torch_internals
+from fuseboard.errors import LoweringError
+
+
+def graph_to_bytes(graph: GraphModule, inputs: Sequence[Any]) -> bytes:
+    """A graph with its fake values, its fake inputs, and its constants.
+
+    :raises LoweringError: something in it can't be sent, or this torch can't.
+    """
+    try:
+        from torch.fx._graph_pickler import GraphPickler, Options
+
+        options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key == "val")
+        sent = GraphPickler.dumps((graph, list(inputs)), options)
+        held = io.BytesIO()
+        with torch_internals.real_tensors():
+            torch.save(dict(_constants(graph, "")), held)
+    except Exception as error:  # whatever the code of an object in the graph raises
+        raise LoweringError(
+            f"its graph can't be sent to another process: {type(error).__name__}: {error}"
+        ) from error
+    return pickle.dumps((sent, held.getvalue()))
+
+
+def graph_from_bytes(data: bytes) -> tuple[GraphModule, list[Any], Any]:
+    """The graph, its inputs, and the fake mode of both."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    sent, held = pickle.loads(data)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    graph, inputs = GraphPickler.loads(sent, mode)
+    for path, tensor in torch.load(io.BytesIO(held), weights_only=True).items():
+        owner, _, name = path.rpartition(".")
+        setattr(operator.attrgetter(owner)(graph) if owner else graph, name, tensor)
+    return graph, inputs, mode
+
+
+def _constants(graph: GraphModule, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a graph, and the graphs in it, hold: (dotted path, tensor)."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        held = operator.attrgetter(str(node.target))(graph)
+        if isinstance(held, GraphModule):
+            yield from _constants(held, f"{prefix}{node.target}.")
+        elif isinstance(held, torch.Tensor):
+            yield f"{prefix}{node.target}", held.detach()
