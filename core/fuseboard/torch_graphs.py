@@ -47,7 +47,8 @@ def graph_from_bytes(data: bytes) -> tuple[GraphModule, list[Any], Any]:
 
     sent, held = pickle.loads(data)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    graph, inputs = GraphPickler.loads(sent, mode)
+    pair: Any = GraphPickler.loads(sent, mode)
+    graph, inputs = pair
     for path, tensor in torch.load(io.BytesIO(held), weights_only=True).items():
         owner, _, name = path.rpartition(".")
         setattr(operator.attrgetter(owner)(graph) if owner else graph, name, tensor)
