@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch.fx import GraphModule
 
 import fuseboard
@@ -25,10 +25,31 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_autotune: bool = Field(False, description="Try more kernels for matrix products.")
+    cpp_wrapper: bool = Field(
+        False, description="Call kernels from C++ instead of Python; on CPU only."
+    )
     config: dict[str, Any] = Field(
         default_factory=dict,
         description="Further settings of torch._inductor.config, by their names there.",
     )
+
+    @field_validator("config")
+    @classmethod
+    def _not_the_boards(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted(config.keys() & _TAKEN.keys()):
+            raise ValueError(f"{name}: {_TAKEN[name]}")
+        return config
+
+
+#: Settings of Inductor's that can't be given, and why.
+_TAKEN = {
+    "cpp_wrapper": "use the option cpp_wrapper",
+    "fallback_random": "use fuseboard's setting random",
+    "freezing": "it builds the values of weights into the code, which then misses their updates",
+    "keep_output_stride": "other regions rely on the strides",
+    "max_autotune": "use the option max_autotune",
+    "triton.cudagraphs": "use the plugin cudagraphs",
+}
 
 
 @fuseboard.hookimpl

@@ -9,6 +9,8 @@ Inductor's cache directory, and are built again from the source where they are g
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
 import pickle
 from collections.abc import Callable, Sequence
@@ -18,8 +20,12 @@ log = logging.getLogger("fuseboard")
 
 
 def dump(compiled: Any, notes: tuple[str, ...]) -> bytes | None:
-    """A compiled graph, with what there is to say of it; None where it can't be stored."""
-    if not callable(getattr(compiled, "prepare_for_serialization", None)):
+    """A compiled graph, with what there is to say of it; None where it can't be stored.
+
+    Like :func:`load` it is called while Inductor's settings are those of the region.
+    """
+    stamp = _stamp()
+    if stamp is None or not callable(getattr(compiled, "prepare_for_serialization", None)):
         return None
     if getattr(compiled, "frozen_param_names", None) or getattr(
         compiled, "torchbind_constants", None
@@ -28,7 +34,7 @@ def dump(compiled: Any, notes: tuple[str, ...]) -> bytes | None:
     stored = copy.copy(compiled)
     stored.prepare_for_serialization()
     try:
-        return pickle.dumps((stored, notes))
+        return pickle.dumps((stamp, pickle.dumps(stored), notes))
     except Exception as error:  # pickle raises whatever an object's own code does
         log.debug("inductor: a compiled graph can't be stored: %s", error)
         return None
@@ -40,14 +46,31 @@ def dump(compiled: Any, notes: tuple[str, ...]) -> bytes | None:
 def load(
     artifact: bytes, inputs: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
-    """The compiled graph and its notes; None where it doesn't load in this torch."""
+    """The compiled graph and its notes; None where Inductor's settings or sources are others."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
-    stored, notes = pickle.loads(artifact)
+    stamp, stored, notes = pickle.loads(artifact)
+    if stamp != _stamp():
+        return None
     constants = CompiledFxGraphConstants()
-    graph, _ = FxGraphCache.cache_hit_post_compile(stored, {}, constants)
+    graph, _ = FxGraphCache.cache_hit_post_compile(pickle.loads(stored), {}, constants)
     if graph is None:
         return None
     graph.post_compile(list(inputs), constants, graph.fx_kwargs)
     return graph, notes
+
+
+def _stamp() -> str | None:
+    """What Inductor's code depends on beside the graph; None where that has no name elsewhere.
+
+    Its settings can be changed at any time, so they aren't in the backend's fingerprint.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import CacheBase, torch_key
+
+    settings = json.dumps(config.save_config_portable(), sort_keys=True, default=repr)
+    if " at 0x" in settings:  # a pass of the user's
+        return None
+    parts = (torch_key().hex(), CacheBase.get_system()["hash"], settings)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard import Fusion, LoweredRegion, LoweringError, Region
-from fuseboard_inductor import _artifacts
+from fuseboard_inductor import _artifacts, _fallbacks
 
 
 def decomposition_table(random: str) -> dict[Any, Callable[..., Any]]:
@@ -79,6 +79,7 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
 
     graph = region.graph
     settings = _settings(region)
+    complex_ops = _fallbacks.ops_on_complex(graph)
     with config.patch(settings), _fake_mode_of(inputs) as mode:
         with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
             if region.kind == "inference":
@@ -88,18 +89,19 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
             output.meta["user_visible_output_idxs"] = [
                 i for i, value in enumerate(output.args[0]) if isinstance(value, Node)
             ]
-            with _count_fallbacks() as fallbacks:
+            with _fallbacks.counting() as fallbacks:
                 compiled = compile_fx_inner(
                     graph,
                     list(inputs),
                     static_input_idxs=list(region.static_inputs),
                     is_backward=region.kind == "backward",
                     is_inference=region.kind == "inference",
+                    cpp_wrapper=settings.get("cpp_wrapper", False),
                 )
-    if not callable(compiled):
-        raise LoweringError(f"Inductor returned {type(compiled).__name__}, nothing to call")
-    notes = tuple(f"fell back to ATen: {name} ({n}x)" for name, n in sorted(fallbacks.items()))
-    artifact = _artifacts.dump(compiled, notes)
+        if not callable(compiled):
+            raise LoweringError(f"Inductor returned {type(compiled).__name__}, nothing to call")
+        notes = _fallbacks.notes(compiled, fallbacks, complex_ops, region.random)
+        artifact = _artifacts.dump(compiled, notes)
     return LoweredRegion(call=_boxed(compiled), notes=notes, artifact=artifact)
 
 
@@ -148,6 +150,8 @@ def _settings(region: Region) -> dict[str, Any]:
     }
     if options is not None:
         settings["max_autotune"] = options.max_autotune
+        if options.cpp_wrapper and _device_of(region.graph).type == "cpu":
+            settings["cpp_wrapper"] = True
         settings.update(options.config)
     known = config.get_config_copy() if hasattr(config, "get_config_copy") else settings
     unknown = sorted(set(settings) - set(known))
@@ -164,31 +168,3 @@ def _fake_mode_of(inputs: Sequence[Any]) -> Iterator[Any]:
         return
     context = torch._guards.TracingContext.try_get()
     yield context.fake_mode if context is not None else None
-
-
-@contextlib.contextmanager
-def _count_fallbacks() -> Iterator[dict[str, int]]:
-    """Ops that Inductor leaves to ATen kernels during the block, with their number.
-
-    Read from ``torch._dynamo.utils.counters["inductor"]`` and the extern kernels' log; empty
-    where a cache served the code.
-    """
-    from torch._inductor import ir
-
-    found: dict[str, int] = {}
-    kernel = getattr(ir, "FallbackKernel", None)
-    if kernel is None:
-        yield found
-        return
-    original = kernel.__init__
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        name = str(getattr(self, "op_overload", None) or "unknown")
-        found[name] = found.get(name, 0) + 1
-
-    kernel.__init__ = counting
-    try:
-        yield found
-    finally:
-        kernel.__init__ = original

@@ -1,0 +1,99 @@
+"""Ops that Inductor runs as ATen kernels instead of compiling them: which, how often, why.
+
+Read against torch 2.13: ``torch/_inductor/lowering.py`` (``make_fallback``, ``fallbacks``,
+``unsupported_input_tensor``), ``torch/_inductor/graph.py`` (``call_function``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+#: A call of an op in the Python that Inductor writes. Matrix products and convolutions, which it
+#: leaves to libraries by choice, are written ``extern_kernels.mm``.
+_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+
+
+def notes(
+    compiled: Any, counted: Mapping[str, int], complex_ops: frozenset[str], random: str
+) -> tuple[str, ...]:
+    """A line for each op.
+
+    :param counted: what :func:`counting` found; nothing where a cache served the code. Then the
+        code itself is looked at, if it is Python.
+    :param complex_ops: ops of the region that read or write complex numbers.
+    """
+    source = getattr(compiled, "source_code", "") or ""
+    found = Counter(counted) or Counter(".".join(parts) for parts in _CALL.findall(source))
+    return tuple(
+        f"{name} runs as an ATen kernel ({count}x): {_why(name, complex_ops, random)}"
+        for name, count in sorted(found.items())
+    )
+
+
+def ops_on_complex(graph: GraphModule) -> frozenset[str]:
+    """The names of the ops that meet complex numbers."""
+    found = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        values = [node.meta.get("val"), *(used.meta.get("val") for used in node.all_input_nodes)]
+        if any(isinstance(v, torch.Tensor) and v.is_complex() for v in tree_leaves(values)):
+            found.add(str(node.target))
+    return frozenset(found)
+
+
+def _why(name: str, complex_ops: frozenset[str], random: str) -> str:
+    from torch._inductor import lowering
+
+    op = _op(name)
+    if name in complex_ops:
+        return "Inductor compiles no complex numbers"
+    if op is not None and torch.Tag.nondeterministic_seeded in op.tags:
+        if random == "eager":
+            return "so that it draws eager's numbers (the setting random = 'fast' doesn't need it)"
+        return "it draws random numbers"
+    known: Any = getattr(lowering, "fallbacks", ())
+    if op is not None and (op in known or op.overloadpacket in known):
+        return "Inductor has no kernel of its own for it"
+    if op is not None and op not in lowering.lowerings:
+        return "Inductor doesn't know it"
+    return "Inductor's own kernel doesn't cover these arguments"
+
+
+def _op(name: str) -> Any:
+    space, packet, overload = name.split(".")
+    found = getattr(getattr(torch.ops, space, None), packet, None)
+    return getattr(found, overload, None)
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Count the fallback kernels that are made during the block."""
+    from torch._inductor import ir
+
+    found: dict[str, int] = {}
+    kernel = getattr(ir, "FallbackKernel", None)
+    if kernel is None:
+        yield found
+        return
+    original: Callable[..., None] = kernel.__init__
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        op = getattr(self, "op_overload", None)
+        if isinstance(op, torch._ops.OpOverload):
+            found[str(op)] = found.get(str(op), 0) + 1
+
+    kernel.__init__ = count
+    try:
+        yield found
+    finally:
+        kernel.__init__ = original

@@ -1,0 +1,143 @@
+"""The plugin ``inductor``: its options, what it leaves to ATen, and its artifacts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config
+
+from fuseboard.report.data import ledger
+from tests.support.backends import all_trips, compiled, last_graph
+from tests.support.values import rnd
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    ledger.clear()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return str(tmp_path)
+
+
+def notes(function: Any, *inputs: Any, **options: Any) -> list[str]:
+    """What the report says of the region, once the function was compiled and compared."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = function(*inputs)
+        torch.manual_seed(0)
+        result = compiled(function, "inductor", min_region_us=0, **options)(*inputs)
+    torch.testing.assert_close(result, expected)
+    assert all_trips() == []
+    (region,) = last_graph().regions
+    assert region.backend == "inductor"
+    return region.notes
+
+
+# --- what runs as an ATen kernel ------------------------------------------------------------------
+
+
+def determinants(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.det(x) * torch.linalg.det(x + 1)
+
+
+DET = (
+    "aten._linalg_det.default runs as an ATen kernel (2x): Inductor has no kernel of its own for it"
+)
+
+
+def test_fallbacks_are_counted_with_their_reasons(directory):
+    """By op. Later compiles tell the same, whether Inductor's cache or the board's serves them."""
+    x = rnd(4, 4)
+    assert notes(determinants, x, cache_dir=directory) == [DET]
+    assert notes(determinants, x, cache_dir=directory) == [DET]
+    assert last_graph().regions[0].loaded
+    assert notes(determinants, x, cache=False) == [DET]
+
+
+def test_complex_numbers_are_a_reason():
+    """Inductor leaves every op on them to ATen."""
+    found = notes(lambda x, y: torch.complex(x, y).abs() * 2, rnd(5), rnd(5))
+    assert found
+    assert all(note.endswith("Inductor compiles no complex numbers") for note in found)
+
+
+def test_eagers_random_numbers_are_a_reason():
+    """The note names the setting that would do without."""
+    found = notes(lambda x: x + torch.rand_like(x), rnd(5))
+    assert len(found) == 1
+    assert "runs as an ATen kernel (1x): so that it draws eager's numbers" in found[0]
+
+
+def test_what_inductor_compiles_has_no_note():
+    """Nor has a matrix product, which is left to a library by choice."""
+    assert notes(lambda x, y: torch.relu(x @ y).sum(-1), rnd(5, 7), rnd(7, 3)) == []
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def test_cpp_wrapper(directory):
+    """Kernels called from C++: forward and backward are right, and stored for later."""
+
+    def f(x, y):
+        return (torch.relu(x @ y) + torch.linalg.det(y)).sum(-1)
+
+    for loaded in (False, True):
+        torch._dynamo.reset()
+        grads = []
+        for function in (
+            f,
+            compiled(
+                f,
+                "inductor",
+                "eager",
+                cache_dir=directory,
+                **{"plugins.inductor.cpp_wrapper": True},
+            ),
+        ):
+            x, y = rnd(5, 4).requires_grad_(), rnd(4, 4).requires_grad_()
+            result = function(x, y)
+            result.sum().backward()
+            grads.append([result.detach(), x.grad, y.grad])
+        torch.testing.assert_close(grads[1], grads[0])
+        assert all_trips() == []
+        forward = [r for r in last_graph("forward").regions if r.backend == "inductor"]
+        assert [r.loaded for r in forward] == [loaded]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("freezing", "it builds the values of weights into the code"),
+        ("fallback_random", "use fuseboard's setting random"),
+        ("max_autotune", "use the option max_autotune"),
+    ],
+)
+def test_settings_that_would_break_a_promise_are_refused(name, reason):
+    """Before anything is compiled; the message says what to use instead, or why not at all."""
+    options = {"plugins.inductor.config": {name: True}}
+    with pytest.raises(Exception, match=reason):
+        compiled(torch.relu, "inductor", **options)(rnd(3))
+    assert ledger.graphs() == []
+
+
+def test_settings_of_inductors_own_are_parts_of_the_key(directory):
+    """Those in the options, and those that were changed behind the board's back."""
+
+    def f(x):
+        return torch.sin(x) + 1
+
+    def loaded(**options: Any) -> bool:
+        notes(f, rnd(5), cache_dir=directory, **options)
+        return last_graph().regions[0].loaded
+
+    assert [loaded(), loaded()] == [False, True]
+    with config.patch({"cpp.simdlen": 0}):
+        assert [loaded(), loaded()] == [False, True]
+    options = {"plugins.inductor.config": {"cpp.simdlen": 0}}
+    assert [loaded(**options), loaded(**options)] == [False, True]
