@@ -37,11 +37,11 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
 
 
 @fuseboard.hookimpl
-def fuseboard_claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
+def fuseboard_claim(graph: GraphModule, options: Any) -> list[fuseboard.Claim | fuseboard.Decline]:
     """What kernels compute, and the views between."""
     from fuseboard_triton._claim import claim
 
-    return claim(graph)
+    return claim(graph, options)
 
 
 @fuseboard.hookimpl

@@ -12,23 +12,33 @@ import fuseboard
 from fuseboard_triton import _composites as _composites  # registers what it builds
 from fuseboard_triton import _torch_internals
 from fuseboard_triton._build import why_unbuildable
+from fuseboard_triton._match import matches
+from fuseboard_triton._options import Options
 
 #: Namespaces whose ops may be run on the host between kernels.
 NAMESPACES = ("aten", "prims")
 
 
-def claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
+def claim(graph: GraphModule, options: Options | None) -> list[fuseboard.Claim | fuseboard.Decline]:
     """What kernels compute, with the views between; and the same with what can be carried along.
 
     Matrix products and other ops that aren't computed here are carried along, run as in eager, so
     that a graph isn't cut at each. Where a later backend runs them better, it is the first claim
     that is left.
     """
-    carried = fuseboard.claim_nodes(graph, why_not_carried, native=is_computed)
+    found = matches(graph) if options is None or options.written_kernels else []
+    written = {node for match in found for node in match.nodes}
+
+    def is_native(node: Node) -> bool:
+        return node in written or is_computed(node)
+
+    carried = fuseboard.claim_nodes(graph, why_not_carried, native=is_native)
     if not any(isinstance(answer, fuseboard.Claim) and answer.native for answer in carried):
         return fuseboard.claim_nodes(graph, why_not)
-    own = fuseboard.claim_nodes(graph, why_not, native=is_computed)
-    return [*(answer for answer in own if isinstance(answer, fuseboard.Claim)), *carried]
+    own = fuseboard.claim_nodes(graph, why_not, native=is_native)
+    names = [frozenset(node.name for node in match.nodes) for match in found if match.only]
+    whole = [fuseboard.Claim(nodes=n, native=n, together=True) for n in names]
+    return [*whole, *(a for a in own if isinstance(a, fuseboard.Claim)), *carried]
 
 
 def is_computed(node: Node) -> bool:

@@ -39,8 +39,8 @@ _functions: dict[str, Any] = {}
 #: What was tuned: kernel, device and sizes → the fastest.
 _tuned: dict[Any, Config] = {}
 
-#: Indices up to this fit into 32 bits.
-NARROW = 2**31 - 1
+#: Indices up to this fit into 32 bits, those that a last block leaves unused included.
+NARROW = 2**31 - 2**17
 
 
 def function_of(source: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from fuseboard_triton._claim import is_view
 from fuseboard_triton._codegen import KernelSource, kernel_source
 from fuseboard_triton._ir import Unsupported, Value, contiguous_strides
 from fuseboard_triton._launch import Launcher
+from fuseboard_triton._match import put_kernels
 from fuseboard_triton._options import Options
 from fuseboard_triton._schedule import Group, Unschedulable, base_of, schedule
 from fuseboard_triton._torch_internals import Size, size_of
@@ -27,11 +29,15 @@ from fuseboard_triton._torch_internals import Size, size_of
 def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     """Generate kernels for a region."""
     options = region.options or Options()
+    written = put_kernels(region.graph) if options.written_kernels else []
     plan = plan_region(region.graph)
     graph = _write(region.graph, plan, options)
     kernels = len(plan.groups)
     notes = [f"{kernels} Triton kernel{'' if kernels == 1 else 's'}"]
-    alone = sorted({str(node.target) for node in plan.host if not is_view(node)})
+    counted = Counter(written)
+    notes += [f"written kernel {name} ×{times}" for name, times in sorted(counted.items())]
+    hosted = [node for node in plan.host if isinstance(node.target, torch._ops.OpOverload)]
+    alone = sorted({str(node.target) for node in hosted if not is_view(node)})
     if alone:
         notes.append(f"run by eager between kernels: {', '.join(alone)}")
     call = fuseboard.lower_eagerly(dataclasses.replace(region, graph=graph)).call

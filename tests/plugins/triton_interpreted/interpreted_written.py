@@ -1,0 +1,157 @@
+"""Every written kernel, forward and backward, against its reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuseboard_triton.kernels import (
+    cross_entropy,
+    gated,
+    layer_norm,
+    rms_norm,
+    rotary,
+    softmax,
+)
+from tests.support.values import assert_closer, rnd
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+#: One element; no aligned tile; a power of two.
+SHAPES = [(1, 1), (2, 3, 37), (5, 64)]
+
+
+def exactly(*values):
+    """The same in float64."""
+    return [
+        v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in values
+    ]
+
+
+def check(kernel, reference, *args) -> None:
+    """As near to float64 as the reference in the dtype itself; no argument is written to."""
+    before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    got, rival, exact = kernel(*args), reference(*args), reference(*exactly(*args))
+    if isinstance(got, torch.Tensor):
+        got, rival, exact = (got,), (rival,), (exact,)
+    for one, other, true in zip(got, rival, exact, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape
+            assert_closer(one, reference=true, rival=other.to(one.dtype))
+    for arg, old in zip(args, before, strict=True):
+        if isinstance(arg, torch.Tensor):
+            torch.testing.assert_close(arg, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape, weighted, dtype):
+    """RMS norm, with and without a weight, and its gradients."""
+    x, grad = rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
+    weight = rnd(shape[-1], seed=2, dtype=dtype) if weighted else None
+    check(rms_norm.rms_norm, rms_norm.reference, x, weight, 1e-5)
+    rstd = rms_norm.reference(x.float(), None, 1e-5)[1]
+    check(rms_norm.rms_norm_backward, rms_norm.reference_backward, grad, x, weight, rstd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm(shape, weighted, dtype):
+    """Layer norm, with and without weight and bias, and its gradients."""
+    x, grad = 3 + rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
+    weight, bias = (rnd(shape[-1], seed=s, dtype=dtype) if weighted else None for s in (2, 3))
+    check(layer_norm.layer_norm, layer_norm.reference, x, weight, bias, 1e-5)
+    _, mean, rstd = layer_norm.reference(x.float(), None, None, 1e-5)
+    check(
+        layer_norm.layer_norm_backward, layer_norm.reference_backward, grad, x, weight, mean, rstd
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_is_added_first(dtype):
+    """The sum is returned as well, rounded as eager's, and it is what is normalised."""
+    x, residual = rnd(4, 37, dtype=dtype), rnd(4, 37, seed=1, dtype=dtype)
+    weight, bias = rnd(37, seed=2, dtype=dtype), rnd(37, seed=3, dtype=dtype)
+
+    def rms(x, residual, weight, eps):
+        return *rms_norm.reference(x + residual, weight, eps), x + residual
+
+    def layer(x, residual, weight, bias, eps):
+        return *layer_norm.reference(x + residual, weight, bias, eps), x + residual
+
+    check(rms_norm.add_rms_norm, rms, x, residual, weight, 1e-5)
+    check(layer_norm.add_layer_norm, layer, x, residual, weight, bias, 1e-5)
+    *_, total = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated(activation, dtype):
+    """SwiGLU and both GeGLUs, on halves of one projection and on tensors of their own."""
+    both, grad = 2 * rnd(2, 3, 74, dtype=dtype), rnd(2, 3, 37, seed=1, dtype=dtype)
+    gate, up = both.chunk(2, -1)
+    check(gated.gated, gated.reference, gate, up, activation)
+    check(gated.gated_backward, gated.reference_backward, grad, gate, up, activation)
+    check(gated.gated, gated.reference, gate.contiguous(), up.contiguous(), activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("longest", [16384, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softmax(shape, longest, dtype):
+    """Rows that are held in registers, and rows that take two passes."""
+    x, grad = 4 * rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
+    check(lambda x: softmax.softmax(x, longest), softmax.reference, x)
+    y = torch.softmax(x, -1)
+    check(lambda g, y: softmax.softmax_backward(g, y, longest), softmax.reference_backward, grad, y)
+
+
+@pytest.mark.parametrize("longest", [16384, 4])
+def test_softmax_of_infinities_and_nan(longest):
+    """-inf has weight zero; rows of -inf alone, with inf or with NaN are NaN, as in eager."""
+    inf, nan = float("inf"), float("nan")
+    x = rnd(5, 9)
+    x[0, :6], x[1], x[2, 3], x[3, 8] = -inf, -inf, inf, nan
+    torch.testing.assert_close(
+        softmax.softmax(x, longest), torch.softmax(x, -1), equal_nan=True, rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [True, False])
+def test_cross_entropy(mean, dtype):
+    """Loss, count and log-softmax, with targets that are ignored; and the gradient."""
+    x, target = 3 * rnd(6, 37, dtype=dtype), torch.tensor([0, 36, 5, -100, 7, -100])
+
+    def loss(x, target, ignored, mean):
+        return cross_entropy.cross_entropy(x, target, ignored, mean, True)
+
+    check(loss, cross_entropy.reference, x, target, -100, mean)
+    _, total, logs = cross_entropy.reference(x, target, -100, mean)
+    args = (torch.tensor(0.7, dtype=dtype), logs, target, -100, mean, total)
+    check(cross_entropy.cross_entropy_backward, cross_entropy.reference_backward, *args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 10, 16])
+def test_rotary(size, dtype):
+    """Heads that lie transposed in memory, tables that broadcast; forwards and backwards."""
+    x = rnd(2, 5, 3, size, dtype=dtype).transpose(1, 2)
+    cos, sin = rnd(5, size, seed=1, dtype=dtype), rnd(1, 1, 5, size, seed=2, dtype=dtype)
+    check(rotary.rotary, rotary.reference, x, cos, sin)
+    check(rotary.rotary_backward, rotary.reference_backward, x, cos, sin)
+    assert rotary.rotary(x, cos, sin, x.stride()).stride() == x.stride()
+
+
+def test_nothing_to_do():
+    """Tensors without elements."""
+    x, w = torch.empty(0, 8), torch.ones(8)
+    assert rms_norm.rms_norm(x, w, 1e-5)[0].shape == (0, 8)
+    assert torch.equal(rms_norm.rms_norm_backward(x, x, w, torch.empty(0, 1))[1], torch.zeros(8))
+    assert layer_norm.layer_norm(x, w, w, 1e-5)[0].shape == (0, 8)
+    assert gated.gated(x, x, "silu").shape == (0, 8)
+    assert softmax.softmax(x).shape == (0, 8)
+    assert rotary.rotary(x, w, w).shape == (0, 8)
