@@ -1,0 +1,76 @@
+"""Run regions through ONNX Runtime. Needs the ``onnxruntime`` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import fuseboard
+from fuseboard_onnxruntime import _availability
+from fuseboard_onnxruntime._options import Options
+
+
+@fuseboard.hookimpl
+def fuseboard_backend() -> fuseboard.BackendInfo:
+    """Forward, backward and inference on the CPU, in float32, with symbolic sizes."""
+    reason = _availability.why_unavailable()
+    installed = ", ".join(f"{name} {at}" for name, at in _availability.versions().items())
+    return fuseboard.BackendInfo(
+        name="onnxruntime",
+        device_types=frozenset({"cpu"}),
+        dtypes=frozenset({torch.float32}),
+        training=True,
+        dynamic_shapes=True,
+        compiles_quickly=True,
+        by_request=True,
+        available=not reason,
+        reason=reason,
+        fingerprint=installed,
+        options=Options,
+    )
+
+
+@fuseboard.hookimpl
+def fuseboard_claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
+    """What is in the op table."""
+    from fuseboard_onnxruntime._claim import claim
+
+    return claim(graph)
+
+
+@fuseboard.hookimpl
+def fuseboard_fuse(
+    graph: GraphModule, region: fuseboard.Region | None
+) -> list[fuseboard.Fusion] | None:
+    """Weights into sessions, in this backend's own regions."""
+    if region is None or region.backend != "onnxruntime":
+        return None
+    from fuseboard_onnxruntime._lower import fuse
+
+    return fuse(graph, region)
+
+
+@fuseboard.hookimpl
+def fuseboard_lower(
+    region: fuseboard.Region, inputs: Sequence[Any]
+) -> fuseboard.LoweredRegion | None:
+    """An ONNX model and its session."""
+    if region.backend != "onnxruntime":
+        return None
+    from fuseboard_onnxruntime._lower import lower_region
+
+    return lower_region(region)
+
+
+@fuseboard.hookimpl
+def fuseboard_load(
+    artifact: bytes, region: fuseboard.Region, inputs: Sequence[Any]
+) -> fuseboard.LoweredRegion | None:
+    """The same from a model that was converted before: no retrace, no conversion."""
+    from fuseboard_onnxruntime._convert import Model
+    from fuseboard_onnxruntime._lower import lower_region
+
+    return lower_region(region, Model.from_bytes(artifact))

@@ -1,0 +1,78 @@
+"""Which nodes this backend takes, and which of these it runs better than eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+import fuseboard
+from fuseboard_onnxruntime._ops import why_not
+
+aten: Any = torch.ops.aten
+
+#: ONNX Runtime has a kernel for each of these that is as good as eager's or better.
+_NATIVE = frozenset(
+    {
+        aten.addmm.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten.native_layer_norm.default,
+        aten.native_group_norm.default,
+        aten._native_batch_norm_legit_no_training.default,
+        aten._softmax.default,
+        aten.gelu.default,
+        aten.embedding.default,
+        aten.max_pool2d_with_indices.default,
+        aten.avg_pool2d.default,
+        aten._adaptive_avg_pool2d.default,
+    }
+)
+#: What it fuses to them: activations, biases, residuals.
+_FUSED = frozenset(
+    {
+        aten.add.Tensor,
+        aten.mul.Tensor,
+        aten.relu.default,
+        aten.hardtanh.default,
+        aten.sigmoid.default,
+        aten.silu.default,
+        aten.tanh.default,
+    }
+)
+
+
+def claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
+    """All that is in the op table. Pointwise work isn't native unless a kernel takes it in.
+
+    ONNX Runtime calls a kernel for each pointwise op, so a chain of them is no better than
+    eager's, and several times slower than what a compiler makes of it.
+    """
+    native = {node for node in graph.graph.nodes if node.target in _NATIVE}
+    for node in list(native):
+        native.update(_around(node))
+    return fuseboard.claim_nodes(graph, why_not, native=native.__contains__)
+
+
+def _around(node: Node) -> set[Node]:
+    """Views of a node's result, items of it, and the op that is fused to it."""
+    found: set[Node] = set()
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user in found or user.op != "call_function":
+            continue
+        if _is_view(user.target):
+            found.add(user)
+            pending.extend(user.users)
+        elif user.target in _FUSED:
+            found.add(user)
+    return found
+
+
+def _is_view(target: Any) -> bool:
+    return bool(getattr(target, "is_view", False)) or getattr(target, "__name__", "") == "getitem"

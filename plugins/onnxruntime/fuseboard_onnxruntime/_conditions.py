@@ -1,0 +1,268 @@
+"""When an op of the table is taken: functions from a node to the reason to decline it, or None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fuseboard_onnxruntime._torch_internals import has_unbacked_symbols, known_true
+
+__all__ = ["has_unbacked_symbols"]
+
+aten: Any = torch.ops.aten
+
+Condition = Callable[[Node], str | None]
+
+
+def tensor(arg: Any) -> torch.Tensor | None:
+    """The fake tensor of an argument that is a node with one."""
+    found = arg.meta.get("val") if isinstance(arg, Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position or keyword."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def _is_float(arg: Any) -> bool:
+    found = tensor(arg)
+    return isinstance(arg, float) or (found is not None and found.is_floating_point())
+
+
+def _is_bool(arg: Any) -> bool:
+    found = tensor(arg)
+    return found is not None and found.dtype == torch.bool
+
+
+def no_bool(node: Node) -> str | None:
+    """Not arithmetic on booleans, which ONNX hasn't."""
+    if any(map(_is_bool, _flat(node.args))) and _is_bool(node):
+        return "arithmetic on booleans has no ONNX form"
+    return None
+
+
+def _flat(args: Any) -> list[Any]:
+    return [x for arg in args for x in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]
+
+
+def floats_only(node: Node) -> str | None:
+    """Floating-point inputs."""
+    if not all(_is_float(arg) for arg in _flat(node.args) if tensor(arg) is not None):
+        return "proven for floating-point inputs only"
+    return None
+
+
+def no_bool_inputs(node: Node) -> str | None:
+    """Numbers on both sides."""
+    if any(map(_is_bool, node.args)):
+        return "a comparison of booleans"
+    return None
+
+
+def bools_only(node: Node) -> str | None:
+    """Booleans."""
+    if not all(_is_bool(arg) for arg in node.args):
+        return "logic on numbers"
+    return None
+
+
+def matrices(node: Node) -> str | None:
+    """float32, int64 or bool."""
+    value = tensor(node.args[0])
+    if value is None or value.dtype not in (torch.float32, torch.int64, torch.bool):
+        return "a triangle of another dtype than float32, int64 or bool"
+    return None
+
+
+def mean_loss(node: Node) -> str | None:
+    """Floats, with elements."""
+    value = tensor(node.args[0])
+    if value is None or not known_true(value.numel() > 0):
+        return "a loss over nothing"
+    return floats_only(node)
+
+
+def safe_division(node: Node) -> str | None:
+    """Integers, divided by a constant that is neither 0 nor -1."""
+    divisor = node.args[1]
+    if any(map(_is_float, node.args)) or _is_float(node):
+        return "floor of a quotient: infinities come out as NaN in ONNX Runtime"
+    if not isinstance(divisor, int) or divisor in (0, -1):
+        return "an integer division by zero would end the process in ONNX Runtime"
+    return no_bool(node)
+
+
+def division(node: Node) -> str | None:
+    """True division; or a rounded one of integers by a constant that is neither 0 nor -1."""
+    if argument(node, 2, "rounding_mode") is not None:
+        return safe_division(node)
+    return None
+
+
+def power(node: Node) -> str | None:
+    """Of integers: a constant exponent that isn't negative."""
+    exponent = node.args[1]
+    if not _is_float(node) and not (isinstance(exponent, int) and exponent >= 0):
+        return "an integer power whose exponent may be negative"
+    return no_bool(node)
+
+
+def _reduced(node: Node) -> Any:
+    """How many elements each result of a reduction is made of."""
+    value = tensor(node.args[0])
+    assert value is not None
+    dims = argument(node, 1, "dim")
+    if dims is None or (isinstance(dims, list | tuple) and not dims):
+        return value.numel()
+    return math.prod(
+        value.shape[d] for d in (dims if isinstance(dims, list | tuple) else (dims,)) if value.dim()
+    )
+
+
+def not_empty(node: Node) -> str | None:
+    """Over at least one element."""
+    target: Any = node.target
+    named = [a.name for a in target._schema.arguments]
+    count = _reduced(node) if "dim" in named else tensor(node.args[0]).numel()  # type: ignore[union-attr]
+    if not known_true(count > 0):
+        return "it may reduce over no elements, which ONNX Runtime answers with a number"
+    return None
+
+
+def mean_of(node: Node) -> str | None:
+    """Floats, over at least one element."""
+    return not_empty(node) or floats_only(node)
+
+
+def variance(node: Node) -> str | None:
+    """Floats, over more elements than the correction."""
+    correction = argument(node, 2, "correction", None)
+    correction = 1 if correction is None else correction
+    if not isinstance(correction, int | float) or not known_true(_reduced(node) > correction):
+        return "it may reduce over too few elements"
+    return floats_only(node)
+
+
+def extremes(node: Node) -> str | None:
+    """Integers, over at least one element."""
+    if _is_float(node.args[0]):
+        return "ONNX Runtime's reductions to an extreme ignore NaN"
+    if _is_bool(node.args[0]):
+        return "a reduction of booleans"
+    return not_empty(node)
+
+
+def elu(node: Node) -> str | None:
+    """No scales."""
+    if argument(node, 2, "scale", 1) != 1 or argument(node, 3, "input_scale", 1) != 1:
+        return "elu with scales; torchlib ignores them"
+    return None
+
+
+def norm_order(node: Node) -> str | None:
+    """The 1- and 2-norm of floats."""
+    if argument(node, 1, "ord", 2) not in (1, 2):
+        return "a norm of another order than 1 or 2"
+    return floats_only(node)
+
+
+def real_index(node: Node) -> str | None:
+    """Integer indices, side by side."""
+    indices = node.args[1]
+    given = [index for index in indices if index is not None]  # type: ignore[union-attr]
+    if any(_is_bool(index) or tensor(index) is None for index in given):
+        return "an index by a mask: its result has a size that only data decide"
+    places = [i for i, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+    if places != list(range(places[0], places[0] + len(places))):
+        return "indices with a gap between them"
+    return None
+
+
+def attention(node: Node) -> str | None:
+    """No dropout."""
+    if argument(node, 3, "dropout_p", 0.0) != 0.0:
+        return "attention with dropout draws random numbers"
+    mask = tensor(node.kwargs.get("attn_mask"))
+    if mask is not None and argument(node, 4, "is_causal", False):
+        return "both causal and masked"
+    return None
+
+
+def attention_backward(node: Node) -> str | None:
+    """No dropout."""
+    return "attention with dropout" if argument(node, 6, "dropout_p", 0.0) != 0.0 else None
+
+
+def convolution(node: Node) -> str | None:
+    """Not transposed; with a batch and elements."""
+    value = tensor(node.args[0])
+    if value is None or not known_true(value.numel() > 0):
+        return "a convolution of nothing"
+    if argument(node, 6, "transposed"):
+        return "a transposed convolution"
+    if value.dim() not in (3, 4, 5):
+        return "an input without a batch"
+    return None
+
+
+def pooling(node: Node) -> str | None:
+    """(N, C, H, W), no `ceil_mode`, indices not read."""
+    if any(user.users and user.args[1] == 1 for user in node.users):
+        return "the indices of max pooling: another convention in ONNX"
+    if argument(node, 5, "ceil_mode", False):
+        return "pooling with ceil_mode: another number of windows in ONNX Runtime"
+    return _batched(node)
+
+
+def average_pooling(node: Node) -> str | None:
+    """(N, C, H, W), no `ceil_mode`, no divisor of its own."""
+    if argument(node, 4, "ceil_mode", False):
+        return "pooling with ceil_mode: another number of windows in ONNX Runtime"
+    if argument(node, 6, "divisor_override") is not None:
+        return "a divisor of its own"
+    return _batched(node)
+
+
+def _batched(node: Node) -> str | None:
+    value = tensor(node.args[0])
+    if value is None or value.dim() != 4 or not known_true(value.numel() > 0):
+        return "an input that isn't (N, C, H, W) with elements"
+    return floats_only(node)
+
+
+def adaptive_pooling(node: Node) -> str | None:
+    """(N, C, H, W) to (1, 1)."""
+    if list(node.args[1]) != [1, 1]:  # type: ignore[arg-type]
+        return "adaptive pooling to more than one element"
+    return _batched(node)
+
+
+def batch_norm(node: Node) -> str | None:
+    """A tensor with elements."""
+    value = tensor(node.args[0])
+    if value is None or value.dim() < 2 or not known_true(value.numel() > 0):
+        return "batch norm of nothing"
+    return None
+
+
+def layer_norm(node: Node) -> str | None:
+    """A tensor with elements."""
+    value = tensor(node.args[0])
+    if value is None or not known_true(value.numel() > 0):
+        return "layer norm of nothing"
+    return None
+
+
+def zero_dims(node: Node) -> str | None:
+    """A tensor with elements."""
+    value, result = tensor(node.args[0]), tensor(node)
+    if value is None or result is None or not known_true(value.numel() > 0):
+        return "padding of nothing"
+    return None

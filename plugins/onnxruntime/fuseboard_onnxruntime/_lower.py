@@ -1,0 +1,183 @@
+"""From a region to a callable: weights as initializers of sessions, or as inputs.
+
+ONNX Runtime folds and packs what it knows to be constant, and a session keeps its own copy of
+that. So a region with weights is rewritten to two calls: one that makes a session from the
+weights, and one that runs it. The first depends on weights alone, so the board hoists it: it is
+called once for each set of weights, again when one of them changes, and the session is gone with
+them. An artifact holds no weights.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+import fuseboard
+from fuseboard_onnxruntime._convert import Model, convert, copied
+from fuseboard_onnxruntime._options import Options
+from fuseboard_onnxruntime._session import Runner, make_session
+
+
+class Plan:
+    """A region whose weights are to be in sessions.
+
+    :ivar original: its graph before the rewrite; None once it was lowered.
+    :ivar weights: positions of its inputs that are in a session.
+    :ivar others: positions of those that come with each call.
+    """
+
+    def __init__(
+        self, original: GraphModule, weights: tuple[int, ...], others: tuple[int, ...]
+    ) -> None:
+        self.original: GraphModule | None = original
+        self.count = len(original.graph.find_nodes(op="placeholder"))
+        self.weights = weights
+        self.others = others
+        self._model: Model | None = None
+        self._options = Options()
+
+    def settle(self, model: Model, options: Options) -> Runner:
+        """From here on sessions can be made. Returns what calls them."""
+        passed = {output.passes for output in model.outputs if output is not None}
+        if passed & set(self.weights):
+            raise fuseboard.LoweringError("it returns a weight as it is")
+        self._model, self._options, self.original = model, options, None
+        return Runner(model, [value for value in model.inputs if value.position in self.others])
+
+    def session(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A tensor that stands for a session with these weights, and keeps it alive."""
+        assert self._model is not None
+        by_position = dict(zip(self.weights, weights, strict=True))
+        given = [value for value in self._model.inputs if value.position in by_position]
+        values = []
+        for spec in given:
+            weight = by_position[spec.position].detach()
+            values.append(weight if spec.order is None else weight.permute(spec.order))
+        names = [spec.name for spec in given]
+        handle: Any = torch.zeros(1)
+        handle.session = make_session(self._model, self._options, values, names)
+        return handle  # type: ignore[no-any-return]
+
+
+# --- the rewrite ----------------------------------------------------------------------------------
+
+
+def fuse(graph: GraphModule, region: fuseboard.Region) -> list[fuseboard.Fusion] | None:
+    """The rewrite to a session that holds the weights: inference regions that have any.
+
+    In training each step changes them, so there they are inputs.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    weights = tuple(i for i in region.static_inputs if placeholders[i].users)
+    others = tuple(i for i in range(len(placeholders)) if i not in region.static_inputs)
+    results = graph.graph.output_node().args[0]
+    returned = any(placeholders[i] in results for i in weights)
+    called = any(placeholders[i].users for i in others)
+    if region.kind != "inference" or not weights or not called or returned:
+        return None
+    names = tuple(node.name for node in graph.graph.nodes if node.op == "call_function")
+
+    def apply() -> None:
+        _rewrite(graph, Plan(copied(graph), weights, others), region.signature)
+
+    return [fuseboard.Fusion("weights as initializers", names, apply)]
+
+
+def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
+    """``run_session(signature, session_of(*weights), *others)`` in place of everything.
+
+    The signature stands for what was there, in keys of caches.
+    """
+
+    def session_of(*weights: torch.Tensor) -> torch.Tensor:
+        return plan.session(weights)
+
+    def run_session(*args: Any) -> Any:
+        raise AssertionError("a rewritten region is lowered, never run as a graph")
+
+    run_session.plan = plan  # type: ignore[attr-defined]
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    output = graph.graph.output_node()
+    results = output.args[0]
+    values = [node.meta["val"] if isinstance(node, Node) else None for node in results]
+    example = placeholders[plan.weights[0]].meta["val"]
+    with graph.graph.inserting_before(output):
+        handle = graph.graph.call_function(session_of, tuple(placeholders[i] for i in plan.weights))
+        handle.meta["val"] = example.new_empty((1,), dtype=torch.float32)
+        others = tuple(placeholders[i] for i in plan.others)
+        run = graph.graph.call_function(run_session, (signature, handle, *others))
+        run.meta["val"] = tuple(values)
+        items: list[Node | None] = []
+        for number, value in enumerate(values):
+            if value is None:
+                items.append(None)
+                continue
+            item = graph.graph.call_function(operator.getitem, (run, number))
+            item.meta["val"] = value
+            items.append(item)
+    output.args = (tuple(items),)
+
+
+def _run_node(graph: GraphModule) -> Node | None:
+    """The call of a session in a rewritten graph."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and hasattr(node.target, "plan"):
+            return node
+    return None
+
+
+# --- lowering -------------------------------------------------------------------------------------
+
+
+def lower_region(region: fuseboard.Region, model: Model | None = None) -> fuseboard.LoweredRegion:
+    """A region as something to call.
+
+    :param model: what it was converted to before, from a cache.
+    """
+    options = region.options or Options()
+    run = _run_node(region.graph)
+    if run is None:
+        return _with_weights_as_inputs(region.graph, options, model)
+    plan: Plan = run.target.plan  # type: ignore[union-attr]
+    if run.args[1].op != "placeholder":  # type: ignore[union-attr]
+        # Nobody hoisted the making of sessions (the setting hoist is off).
+        assert plan.original is not None
+        return _with_weights_as_inputs(plan.original, options, model)
+    if model is None:
+        assert plan.original is not None
+        model = convert(plan.original)
+    runner = plan.settle(model, options)
+    placeholders = region.graph.graph.find_nodes(op="placeholder")
+    place = {node: i for i, node in enumerate(placeholders)}
+    handle = place[run.args[1]]  # type: ignore[index]
+    moves = [(o, place[node]) for o, node in zip(plan.others, run.args[2:], strict=True)]
+    count = plan.count
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        given = [None] * count
+        for to, source in moves:
+            given[to] = args[source]
+        session = args[handle].session
+        args.clear()
+        return runner(session, given)
+
+    return fuseboard.LoweredRegion(call=call, artifact=model.to_bytes())
+
+
+def _with_weights_as_inputs(
+    graph: GraphModule, options: Options, model: Model | None
+) -> fuseboard.LoweredRegion:
+    model = convert(graph) if model is None else model
+    runner = Runner(model, model.inputs)
+    session = make_session(model, options)
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        given = list(args)
+        args.clear()
+        return runner(session, given)
+
+    return fuseboard.LoweredRegion(call=call, artifact=model.to_bytes())

@@ -1,0 +1,154 @@
+"""Sessions of ONNX Runtime: made from a model, called with raw pointers of torch's tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuseboard_onnxruntime._convert import Input, Model, Output
+from fuseboard_onnxruntime._dtypes import TORCH_TYPES
+from fuseboard_onnxruntime._options import LEVELS, Options
+from fuseboard_onnxruntime._sizes import compile_sizes
+
+#: Tensors without elements have no address, and ONNX Runtime wants one.
+_NOWHERE = ctypes.create_string_buffer(64)
+_SOMEWHERE = ctypes.addressof(_NOWHERE)
+
+_NUMPY_NAMES = {
+    torch.float32: "float32",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+
+
+def make_session(
+    model: Model, options: Options, weights: Sequence[torch.Tensor] = (), names: Sequence[str] = ()
+) -> Any:
+    """A session.
+
+    :param weights: inputs of the model that become initializers, so that ONNX Runtime folds and
+        packs them; they are copied.
+    :param names: of these inputs.
+    """
+    import onnxruntime
+
+    if not model.proto:
+        return None
+    settings = onnxruntime.SessionOptions()
+    settings.graph_optimization_level = getattr(
+        onnxruntime.GraphOptimizationLevel, LEVELS[options.optimization]
+    )
+    settings.intra_op_num_threads = options.threads or torch.get_num_threads()
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = 3  # errors; warnings are about its own rewrites
+    spinning = "1" if options.allow_spinning else "0"
+    settings.add_session_config_entry("session.intra_op.allow_spinning", spinning)
+    # What spins after a call takes time from what torch runs next.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    proto = model.proto
+    if weights:
+        proto = with_initializers(proto, names, weights)
+        values = [_ort_value(weight) for weight in weights]
+        settings.add_external_initializers(list(names), values)
+    return onnxruntime.InferenceSession(proto, settings, providers=list(options.providers))
+
+
+def _ort_value(weight: torch.Tensor) -> Any:
+    """A value of ONNX Runtime's on a weight's memory, which outlives the making of the session."""
+    from onnxruntime import OrtValue
+
+    return OrtValue.ortvalue_from_numpy(weight.detach().contiguous().numpy())
+
+
+def with_initializers(proto: bytes, names: Sequence[str], weights: Sequence[torch.Tensor]) -> bytes:
+    """The model with some inputs as initializers whose data is said to be elsewhere."""
+    import onnx
+
+    model = onnx.ModelProto.FromString(proto)
+    inputs = {value.name: value for value in model.graph.input}
+    for name, weight in zip(names, weights, strict=True):
+        given = inputs[name]
+        tensor = model.graph.initializer.add()
+        tensor.name = name
+        tensor.data_type = given.type.tensor_type.elem_type
+        tensor.dims.extend(weight.shape)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (
+            ("location", "weights"),
+            ("offset", "0"),
+            ("length", str(weight.numel() * weight.element_size())),
+        ):
+            entry = tensor.external_data.add()
+            entry.key, entry.value = key, value
+        model.graph.input.remove(given)
+    return bytes(model.SerializeToString())
+
+
+class Runner:
+    """Calls sessions of one model; safe to be called from several threads."""
+
+    def __init__(self, model: Model, given: Sequence[Input]) -> None:
+        import numpy
+
+        types = {number: numpy.dtype(_NUMPY_NAMES[t]) for number, t in TORCH_TYPES.items()}
+        self._inputs = [(value, types[value.onnx_type].type) for value in given]
+        self._outputs = model.outputs
+        self._types = {number: kind.type for number, kind in types.items()}
+        self._sizes: Callable[..., Any] | None = compile_sizes(model.sizes) if model.sizes else None
+
+    def __call__(self, session: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+        if session is None:
+            return tuple(output and _finished(output, (), 0, args) for output in self._outputs)
+        binding = session.io_binding()
+        bind = binding.bind_input
+        held = []
+        for spec, kind in self._inputs:
+            value = args[spec.position]
+            if spec.number:
+                value = torch.tensor(value)
+            elif spec.order is not None:
+                value = value.permute(spec.order).contiguous()
+            else:
+                value = value.contiguous()
+            held.append(value)  # until the call is over
+            bind(spec.name, "cpu", 0, kind, value.shape, value.data_ptr() or _SOMEWHERE)
+        shapes = iter(self._sizes(args)) if self._sizes is not None else None
+        made: list[Any] = []
+        for output in self._outputs:
+            if output is None or not output.name:
+                made.append(None)
+                continue
+            shape = next(shapes) if shapes is not None else output.shape
+            result = torch.empty(shape, dtype=TORCH_TYPES[output.onnx_type])
+            made.append(result)
+            address = result.data_ptr() or _SOMEWHERE
+            kind = self._types[output.onnx_type]
+            binding.bind_output(output.name, "cpu", 0, kind, shape, address)
+        session.run_with_iobinding(binding)
+        return tuple(
+            None if output is None else _finished(output, made, number, args)
+            for number, output in enumerate(self._outputs)
+        )
+
+
+def _finished(output: Output, made: Sequence[Any], number: int, args: Sequence[Any]) -> Any:
+    """A result in torch's dimensions and strides."""
+    if output.passes is not None:
+        value = args[output.passes].clone(memory_format=torch.contiguous_format)
+    elif output.copy_of is not None:
+        value = made[output.copy_of].clone()
+    else:
+        value = made[number]
+    if output.order is not None:
+        value = value.permute(output.order)
+    if output.strides is not None:
+        strided = torch.empty_strided(value.shape, output.strides, dtype=value.dtype)
+        value = strided.copy_(value)
+    return value

@@ -1,0 +1,141 @@
+"""ONNX forms of our own, where torch's library has none, a wrong one or a slower one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+aten: Any = torch.ops.aten
+
+
+@cache
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Op → function that writes ONNX while it is called with symbolic values."""
+    from onnxscript.onnx_opset import opset18 as op
+
+    def sign(self):
+        """0 for NaN, as in torch; ONNX's gives NaN."""
+        zero = op.CastLike(0.0, self)
+        return op.Sub(
+            op.CastLike(op.Greater(self, zero), self), op.CastLike(op.Less(self, zero), self)
+        )
+
+    def clamp(self, min=None, max=None):
+        """Without Clip, whose missing bound is the largest finite number."""
+        result = self
+        if min is not None:
+            result = op.Max(result, op.CastLike(min, self))
+        if max is not None:
+            result = op.Min(result, op.CastLike(max, self))
+        return op.Identity(result) if result is self else result
+
+    def batch_norm(input, weight, bias, running_mean, running_var, momentum, eps):
+        one = op.CastLike(1.0, input)
+        channels = op.Shape(running_mean)
+        weight = op.Expand(one, channels) if weight is None else weight
+        bias = op.Expand(op.CastLike(0.0, input), channels) if bias is None else bias
+        result = op.BatchNormalization(input, weight, bias, running_mean, running_var, epsilon=eps)
+        none = op.Expand(one, op.Constant(value_ints=[0]))
+        return result, none, op.Identity(none)
+
+    def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+        return op.Gather(weight, _checked(op, indices))
+
+    def gather(self, dim, index, sparse_grad=False):
+        return op.GatherElements(self, _checked(op, index), axis=dim)
+
+    def index_select(self, dim, index):
+        return op.Gather(self, _checked(op, index), axis=dim)
+
+    def attention(
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=1.0,
+        enable_gqa=False,
+    ):
+        """(N, H, L, E), (N, H, S, E) twice; transposition and scale end up in the product."""
+        scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
+        scores = op.Mul(scores, op.CastLike(scale, query))
+        if is_causal:
+            scores = op.Add(scores, _causal_mask(op, query, key))
+        if attn_mask is not None:
+            scores = op.Add(scores, attn_mask)
+        result = op.MatMul(op.Softmax(scores, axis=-1), value)
+        if attn_mask is None:
+            return result
+        # Where nothing may be looked at, eager's kernel answers 0, softmax NaN.
+        most = op.ReduceMax(attn_mask, op.Constant(value_ints=[-1]), keepdims=1)
+        lowest = op.CastLike(op.Constant(value_float=float("-inf")), query)
+        return op.Where(op.Equal(most, lowest), op.CastLike(0.0, query), result)
+
+    def max_pool(self, kernel_size, stride=(), padding=(0, 0), dilation=(1, 1), ceil_mode=False):
+        """The first result. ONNX Runtime's kernel ignores NaN, so its places are found apart."""
+
+        def pool(value):
+            result, *_ = op.MaxPool(
+                value,
+                kernel_shape=_both(kernel_size),
+                strides=_both(stride or kernel_size),
+                pads=[*_both(padding), *_both(padding)],
+                dilations=_both(dilation),
+            )
+            return result
+
+        result = pool(self)
+        missing = op.Greater(pool(op.CastLike(op.IsNaN(self), self)), op.CastLike(0.0, self))
+        return op.Where(missing, op.CastLike(float("nan"), self), result), op.Cast(result, to=7)
+
+    def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+        if weight is None:
+            shape = op.Shape(input, start=-len(normalized_shape))
+            weight = op.Expand(op.CastLike(1.0, input), shape)
+        axis = -len(normalized_shape)
+        result, *_ = op.LayerNormalization(input, weight, bias, axis=axis, epsilon=eps)
+        return result
+
+    def sym_numel(self):
+        return op.Size(self)
+
+    return {
+        aten.sym_numel.default: sym_numel,
+        aten.max_pool2d_with_indices.default: max_pool,
+        aten.scaled_dot_product_attention.default: attention,
+        aten.layer_norm.default: layer_norm,
+        aten.sign.default: sign,
+        aten.clamp.default: clamp,
+        aten._native_batch_norm_legit_no_training.default: batch_norm,
+        aten.embedding.default: embedding,
+        aten.gather.default: gather,
+        aten.index_select.default: index_select,
+    }
+
+
+def _causal_mask(op: Any, query: Any, key: Any) -> Any:
+    """0 where a position may look, minus infinity where not; folded where sizes are known."""
+
+    def positions(value: Any) -> Any:
+        count = op.Squeeze(op.Shape(value, start=2, end=3), op.Constant(value_ints=[0]))
+        return op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
+
+    rows = op.Unsqueeze(positions(query), op.Constant(value_ints=[1]))
+    later = op.Greater(positions(key), rows)
+    nothing = op.CastLike(op.Constant(value_float=0.0), query)
+    return op.Where(later, op.CastLike(op.Constant(value_float=float("-inf")), query), nothing)
+
+
+def _both(value: Any) -> list[int]:
+    """A number for each of two dimensions."""
+    return list(value) * (2 if len(value) == 1 else 1)
+
+
+def _checked(op: Any, index: Any) -> Any:
+    """Negative indices raise in eager and count from the end in ONNX: made too large."""
+    index = op.Cast(index, to=7)
+    return op.Where(op.Less(index, 0), op.Constant(value_int=2**62), index)

@@ -1,0 +1,436 @@
+"""ONNX Runtime under torch.compile: models, changing weights, threads, sizes, options."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from importlib import metadata
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fuseboard.report.data import ledger
+from tests.support import models
+from tests.support.backends import all_trips, compiled, hoisted, last_graph
+from tests.support.values import assert_closer, rnd, strides
+
+pytest.importorskip("onnxruntime", reason="needs the extra onnxruntime")
+
+import fuseboard_onnxruntime as plugin
+from fuseboard_onnxruntime import _availability
+
+BACKENDS = ("onnxruntime", "eager")
+
+
+@pytest.fixture(autouse=True)
+def _clear_ledger():
+    ledger.clear()
+
+
+def through(target, **options):
+    return compiled(target, *BACKENDS, on_failure="raise", **options)
+
+
+def share(kind: str = "inference") -> float:
+    """The share of a graph's nodes that ran here; what the board runs itself doesn't count."""
+    nodes = [node for node in last_graph(kind).nodes if node.backend != "board"]
+    return sum(node.backend == "onnxruntime" for node in nodes) / len(nodes)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+def bert():
+    from transformers import BertConfig, BertModel
+
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    return BertModel(BertConfig(**SMALL, max_position_embeddings=16)), {
+        "input_ids": ids,
+        "attention_mask": mask,
+    }
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    config = GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config), {"input_ids": ids, "use_cache": False}
+
+
+def resnet():
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 1, 1])
+    return ResNetForImageClassification(config), {"pixel_values": rnd(2, 3, 32, 32)}
+
+
+def vit():
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {key: SMALL[key] for key in SMALL if key != "vocab_size"}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8)
+    return ViTModel(config), {"pixel_values": rnd(2, 3, 32, 32)}
+
+
+def double(tree):
+    return pytree.tree_map(
+        lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree
+    )
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, resnet, vit], ids=lambda make: make.__name__)
+def test_a_model_runs_here_whole(make):
+    """At least 95% of the nodes, in one region, as near to float64 as eager."""
+    model, inputs = make()
+    model.eval()
+    with torch.no_grad():
+        result = through(model)(**inputs).to_tuple()
+        rival = model(**inputs).to_tuple()
+        reference = copy.deepcopy(model).double()(**double(inputs)).to_tuple()
+    assert_closer(result, reference=reference, rival=rival)
+    assert share() >= 0.95
+    assert len(last_graph().regions) == 1
+    assert not all_trips()
+
+
+@pytest.mark.parametrize("name", ["bert", "resnet18"])
+def test_a_training_step_runs_here_in_part(name):
+    """Loss and gradients with the declined ops in eager; some of the backward runs here."""
+    task = models.TASKS[name]
+    model = task.model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    exact = copy.deepcopy(model).double()
+    rival = copy.deepcopy(model)
+    batch = task.batch(0)
+
+    def step(target, inputs):
+        loss = target(*inputs)
+        loss.backward()
+        return loss.detach()
+
+    losses = [
+        step(through(model), batch),
+        step(rival, batch),
+        step(exact, tuple(double(list(batch)))),
+    ]
+    torch.testing.assert_close(losses[0], losses[2].float())
+    for (key, got), other, want in zip(
+        model.named_parameters(), rival.parameters(), exact.parameters(), strict=True
+    ):
+        if want.grad is not None:
+            # Small gradients are sums that cancel: eager's own error is the measure.
+            error = (got.grad.double() - want.grad).abs().max()
+            allowed = 4 * (other.grad.double() - want.grad).abs().max() + 1e-6
+            assert error <= allowed, key
+    assert share("forward") >= 0.9
+    assert share("backward") >= 0.5
+    assert not all_trips()
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def test_weights_are_in_a_session():
+    """One value is hoisted: what stands for the session."""
+    block = Block()
+    x = rnd(5, 24)
+    with torch.no_grad():
+        assert_close(through(block)(x), block(x))
+    assert hoisted() == 1
+
+
+def assert_close(result, expected):
+    torch.testing.assert_close(result, expected)
+    assert strides(result) == strides(expected)
+
+
+@pytest.mark.parametrize("change", ["copy_", "load", "load_assign", "replace", "data", "optimizer"])
+def test_a_changed_weight_is_noticed(change):
+    """No result is computed from an old weight."""
+    block, x = Block(), rnd(5, 24)
+    call = through(block)
+    with torch.no_grad():
+        before = call(x)
+        state = {key: value + 0.25 for key, value in block.state_dict().items()}
+        if change == "copy_":
+            block.up.weight.copy_(state["up.weight"])
+        elif change in ("load", "load_assign"):
+            block.load_state_dict(state, assign=change == "load_assign")
+        elif change == "replace":
+            block.up.weight = nn.Parameter(state["up.weight"])
+        elif change == "data":
+            block.up.weight.data = state["up.weight"]
+        else:
+            for parameter in block.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            torch.optim.SGD(block.parameters(), lr=0.1).step()
+        after = call(x)
+        assert not torch.equal(before, after)
+        assert_close(after, block(x))
+
+
+def test_each_instance_has_its_weights():
+    """Two instances share a compiled graph, in turn."""
+    first, second = Block(), Block()
+    x = rnd(5, 24)
+    calls = [through(first), through(second)]
+    with torch.no_grad():
+        for _ in range(2):
+            for call, block in zip(calls, (first, second), strict=True):
+                assert_close(call(x), block(x))
+
+
+def test_without_hoisting_weights_are_inputs():
+    """The setting hoist=False leaves nothing to keep."""
+    block, x = Block(), rnd(5, 24)
+    call = through(block, hoist=False)
+    with torch.no_grad():
+        assert_close(call(x), block(x))
+        block.up.weight.mul_(2)
+        assert_close(call(x), block(x))
+    assert hoisted() == 0
+    assert share() == 1
+
+
+def test_a_buffer_that_the_graph_writes_stays_an_input():
+    """Its new value is seen by the next call."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return self.linear(x) + self.count
+
+    module, x = Counting(), rnd(2, 3)
+    other = copy.deepcopy(module)
+    call = through(module)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_close(call(x), other(x))
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def test_threads_may_call_at_once():
+    """Each gets the result of its own inputs."""
+    block = Block()
+    call = through(block)
+    inputs = [rnd(5, 24, seed=seed) for seed in range(4)]
+    with torch.no_grad():
+        expected = [block(x) for x in inputs]
+        call(inputs[0])
+    problems: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(50):
+                    assert_close(call(inputs[number]), expected[number])
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+def test_sizes_may_be_symbolic():
+    """One compiled graph is right at several sizes; 0 and 1 are compiled for themselves."""
+    block = Block()
+    call = through(block, dynamic=True)
+    with torch.no_grad():
+        for rows in (5, 7, 64, 1, 0, 3):
+            x = rnd(2, rows, 24, seed=rows)
+            assert_close(call(x), block(x))
+    symbolic = [graph for graph in ledger.graphs() if any("s" in str(n.value) for n in graph.nodes)]
+    assert symbolic
+    assert not all_trips()
+
+
+def test_a_size_may_be_a_number_in_the_graph():
+    """A SymInt becomes an input without dimensions."""
+
+    def f(x):
+        return (x @ x.t()) * x.shape[0] + torch.arange(x.shape[0])
+
+    call = through(f, dynamic=True)
+    for rows in (5, 8):
+        assert_close(call(rnd(rows, 6)), f(rnd(rows, 6)))
+
+
+def test_results_keep_eagers_strides():
+    """Transposed and channels-last results, and the same value twice."""
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    def f(x):
+        y = conv(x)
+        z = torch.relu(y)
+        return z, z.transpose(1, 2) * 2, z
+
+    x = rnd(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for got, want in zip(through(f)(x), f(x), strict=True):
+            assert_close(got, want)
+
+
+def test_inputs_may_lie_anyhow():
+    """With gaps, expanded, transposed, not aligned to a vector."""
+
+    def f(x, w):
+        return torch.softmax(x @ w, -1)
+
+    layouts = [
+        rnd(6, 8)[::2, ::2],
+        rnd(1, 4).expand(3, 4),
+        rnd(4, 3).t(),
+        rnd(13)[1:].view(3, 4),
+    ]
+    for x in layouts:
+        torch._dynamo.reset()
+        assert_close(through(f)(x, rnd(4, 5)), f(x, rnd(4, 5)))
+
+
+def test_an_index_out_of_range_raises_as_in_eager():
+    """Too large, and negative ones that ONNX would count from the end."""
+    embedding = nn.Embedding(5, 3)
+    call = compiled(embedding, *BACKENDS)
+    with torch.no_grad():
+        assert_close(call(torch.tensor([0, 4])), embedding(torch.tensor([0, 4])))
+        for bad in (5, -1):
+            with pytest.raises(IndexError):
+                call(torch.tensor([0, bad]))
+
+
+def test_random_numbers_are_eagers():
+    """What draws is declined, with the reason."""
+
+    def f(x):
+        return torch.relu(x @ x) + torch.rand_like(x)
+
+    x = rnd(4, 4)
+    torch.manual_seed(3)
+    expected = f(x)
+    torch.manual_seed(3)
+    assert_close(through(f)(x), expected)
+    reasons = [n.declined.get("onnxruntime", "") for n in last_graph().nodes]
+    assert any("random" in reason for reason in reasons)
+
+
+def test_pointwise_work_is_not_native():
+    """A chain alone goes to a later backend that gains by it."""
+
+    def f(x):
+        return torch.sin(x) * torch.cos(x) + 1
+
+    through(f)(rnd(8, 8))
+    (region,) = last_graph().regions
+    assert region.backend == "onnxruntime"
+    captured = torch.fx.experimental.proxy_tensor.make_fx(f, tracing_mode="fake")(rnd(8, 8))
+    (claim,) = plugin.fuseboard_claim(captured)
+    assert len(claim.nodes) == 4
+    assert not claim.native
+
+
+# --- options, packages ----------------------------------------------------------------------------
+
+
+def test_options_reach_the_session(monkeypatch):
+    """Level, threads, providers, spinning."""
+    import onnxruntime
+
+    seen = []
+    make = onnxruntime.InferenceSession
+
+    def recorded(proto, settings, providers):
+        seen.append((settings, providers))
+        return make(proto, settings, providers=providers)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", recorded)
+    options = {"optimization": "basic", "threads": 1, "allow_spinning": False}
+    block = Block()
+    with torch.no_grad():
+        through(block, plugins={"onnxruntime": options})(rnd(3, 24))
+    ((settings, providers),) = seen
+    assert settings.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert settings.intra_op_num_threads == 1
+    assert settings.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert providers == ["CPUExecutionProvider"]
+
+
+def test_a_provider_that_is_not_there_is_an_error():
+    """It lists those that are."""
+    options = {"plugins": {"onnxruntime": {"providers": ["CUDAExecutionProvider"]}}}
+    with pytest.raises(Exception, match=r"CUDAExecutionProvider.*CPUExecutionProvider"):
+        compiled(Block(), *BACKENDS, **options)(rnd(3, 24))
+
+
+def test_missing_packages_are_named(monkeypatch):
+    """Unavailable, with the line that helps; an old version likewise."""
+
+    def version(name):
+        if name == "onnxscript":
+            raise metadata.PackageNotFoundError(name)
+        return "1.20.1" if name == "onnxruntime" else "1.23.0"
+
+    monkeypatch.setattr(_availability.metadata, "version", version)
+    info = plugin.fuseboard_backend()
+    assert not info.available
+    assert "onnxscript isn't installed" in info.reason
+    assert "onnxruntime is 1.20.1, needed: 1.22 or later" in info.reason
+    assert info.reason.endswith("pip install 'fuseboard[onnxruntime]'")
+
+
+def test_importing_the_plugin_loads_no_engine():
+    """Discovery is cheap."""
+    code = (
+        "import sys, fuseboard_onnxruntime as p; p.fuseboard_backend(); "
+        "print([m for m in ('onnx', 'onnxruntime', 'onnxscript') if m in sys.modules])"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == "[]"
