@@ -13,7 +13,9 @@ from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._conv import is_convolution, is_folded_norm
 from fuseboard_mkldnn._graph import aten, calls, is_view
 from fuseboard_mkldnn._linear import is_linear
+from fuseboard_mkldnn._lstm import is_lstm
 from fuseboard_mkldnn._pointwise import post_op
+from fuseboard_mkldnn._transposed import is_transposed
 
 #: ATen's own CPU kernels for these are as good as what a compiler would make of their parts.
 GOOD_KERNELS = frozenset(
@@ -88,8 +90,10 @@ def _from_placeholders(graph: GraphModule) -> set[Node]:
 
 def _is_main(node: Node, weights: set[Node]) -> bool:
     """Whether oneDNN may run a node better than eager does."""
-    if is_convolution(node):
+    if is_convolution(node) or is_transposed(node):
         return node.args[1] in weights
+    if is_lstm(node):
+        return weights.issuperset(node.args[1:3])
     return is_linear(node) and node.args[-1] in weights
 
 

@@ -1,4 +1,4 @@
-"""2-D convolutions: batch norm folded, weight packed, post-operation or residual inside."""
+"""2-D and 3-D convolutions: batch norm folded, weight packed, post-operation or residual inside."""
 
 from __future__ import annotations
 
@@ -67,21 +67,27 @@ def is_convolution(node: Node) -> bool:
     if not calls(node, aten.convolution.default) or len(node.args) < 9:
         return False
     x, weight, result = tensor(node.args[0]), tensor(node.args[1]), tensor(node)
-    if x is None or weight is None or result is None or x.dim() != 4 or weight.dim() != 4:
+    if x is None or weight is None or result is None:
+        return False
+    if x.dim() not in (4, 5) or weight.dim() != x.dim():
         return False
     if node.args[6] or any(one.device.type != "cpu" for one in (x, weight)):
         return False
     if any(map(is_empty, (x, weight, result))):
         return False
-    bias = tensor(node.args[2])
-    dtypes = {x.dtype, weight.dtype, *([bias.dtype] if bias is not None else [])}
-    if dtypes != {torch.float32} and not (dtypes == {torch.bfloat16} and _ops.bfloat16_supported()):
+    if not has_good_dtypes(x, weight, tensor(node.args[2])):
         return False
     numbers = (*weight.shape, *node.args[3], *node.args[4], *node.args[5], node.args[8])
     if not all(isinstance(number, int) for number in numbers):
         return False
     # Only these two layouts can be given back.
     return is_contiguous(result) or is_channels_last(result)
+
+
+def has_good_dtypes(*operands: torch.Tensor | None) -> bool:
+    """Whether all are float32, or bfloat16 where oneDNN has kernels for that."""
+    dtypes = {one.dtype for one in operands if one is not None}
+    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and _ops.bfloat16_supported())
 
 
 def is_folded_norm(node: Node, static: set[Node] | None = None) -> bool:
@@ -197,7 +203,7 @@ def _packs(one: Convolution, feeds: bool, options: Options, budget: Budget) -> b
 
 def _shape(one: Convolution) -> ConvolutionShape:
     x, weight = tensor(one.node.args[0]), tensor(one.node.args[1])
-    stride, padding, dilation = (tuple(_pair(arg)) for arg in one.node.args[3:6])
+    stride, padding, dilation = (tuple(for_each(arg, weight)) for arg in one.node.args[3:6])
     return ConvolutionShape(
         x=tuple(_ops.size_hint(size) or 1 for size in x.shape),
         weight=tuple(weight.shape),
@@ -222,7 +228,7 @@ def fold_batch_norm(
     variance: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight (O, I/groups, H, W) and bias (O,) of a convolution that does the norm as well.
+    """The weight (O, I/groups, ...) and bias (O,) of a convolution that does the norm as well.
 
     Computed in float64, so that each value is rounded once.
     """
@@ -233,7 +239,7 @@ def fold_batch_norm(
     shift = shift * scale
     if norm_bias is not None:
         shift = shift + norm_bias.double()
-    folded = weight.double() * scale.view(-1, 1, 1, 1)
+    folded = weight.double() * scale.view(-1, *[1] * (weight.dim() - 1))
     return folded.to(weight.dtype), shift.to(weight.dtype)
 
 
@@ -263,7 +269,7 @@ def _folded(edit: Editor, one: Convolution) -> tuple[Node, Node | None]:
 def _emit(edit: Editor, one: Convolution, weight: Node, bias: Node | None, checks: bool) -> Node:
     """The packed kernel with what follows it, and the conversion to the strides that were."""
     x, dense = one.node.args[0], tensor(weight)
-    stride, padding, dilation = (_pair(arg) for arg in one.node.args[3:6])
+    stride, padding, dilation = (for_each(arg, dense) for arg in one.node.args[3:6])
     shape = (padding, stride, dilation, one.node.args[8])
     sizes = [_ops.size_hint(size) for size in tensor(x).shape]
     reorder = torch.ops.mkldnn._reorder_convolution_weight.default
@@ -290,8 +296,9 @@ def _emit(edit: Editor, one: Convolution, weight: Node, bias: Node | None, check
     return to_strides_of(edit, result, tensor(one.nodes[-1]))
 
 
-def _pair(numbers: list[int]) -> list[int]:
-    return list(numbers) * 2 if len(numbers) == 1 else list(numbers)
+def for_each(numbers: list[int], weight: torch.Tensor) -> list[int]:
+    """One number for each spatial dimension of a weight."""
+    return list(numbers) * (weight.dim() - 2) if len(numbers) == 1 else list(numbers)
 
 
 def _operand(one: Convolution) -> Node:

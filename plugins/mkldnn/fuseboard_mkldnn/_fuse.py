@@ -8,19 +8,23 @@ import fuseboard
 from fuseboard_mkldnn._conv import fuse_convolutions
 from fuseboard_mkldnn._graph import static_nodes
 from fuseboard_mkldnn._linear import fuse_linears
+from fuseboard_mkldnn._lstm import fuse_lstms
 from fuseboard_mkldnn._options import Options
 from fuseboard_mkldnn._pack import Budget
+from fuseboard_mkldnn._transposed import fuse_transposed
 
 
 def fuse_region(
     graph: GraphModule, region: fuseboard.Region, options: Options | None
 ) -> list[fuseboard.Fusion]:
-    """Convolutions and linear layers; no node is in two rewrites."""
+    """Convolutions, LSTM layers and linear layers; no node is in two rewrites."""
     options = options or Options()
     static = static_nodes(graph, region.static_inputs)
     budget = Budget(options.measure_budget_s)
     taken: set[Node] = set()
     return [
         *fuse_convolutions(graph, static, taken, options, budget),
+        *fuse_transposed(graph, static, taken, options, budget),
+        *fuse_lstms(graph, static, taken, options, budget),
         *fuse_linears(graph, static, taken, options, budget),
     ]

@@ -104,14 +104,19 @@ def is_contiguous(found: torch.Tensor) -> bool:
 
 
 def is_channels_last(found: torch.Tensor) -> bool:
-    """Whether a fake tensor (N, C, H, W) is known to lie in memory as (N, H, W, C)."""
-    return found.dim() == 4 and is_contiguous(found.permute(0, 2, 3, 1))
+    """Whether a fake tensor (N, C, H, W) is known to lie in memory as (N, H, W, C).
+
+    The same for (N, C, D, H, W).
+    """
+    dims = found.dim()
+    return dims in (4, 5) and is_contiguous(found.permute(0, *range(2, dims), 1))
 
 
 def channels_last(found: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the same sizes that lies in memory as (N, H, W, C)."""
-    n, c, h, w = found.shape
-    return found.new_empty_strided((n, c, h, w), (c * h * w, 1, c * w, c))
+    """A fake tensor of the same sizes that lies in memory as (N, H, W, C), or (N, D, H, W, C)."""
+    n, c, *spatial = found.shape
+    dense = found.new_empty((n, *spatial, c))
+    return dense.permute(0, -1, *range(1, found.dim() - 1))
 
 
 def is_empty(found: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._exact import CONVOLUTION, CONVOLUTION_ADD
 from fuseboard_mkldnn._graph import (
     Editor,
@@ -87,7 +88,7 @@ def sink_conversions(graph: GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if _is_conversion(node):
             twins[node] = node.args[0]
-        elif calls(node, CONVOLUTION, CONVOLUTION_ADD):
+        elif calls(node, CONVOLUTION, CONVOLUTION_ADD, _ops.transposed_convolution()):
             count = 2 if calls(node, CONVOLUTION_ADD) else 1
             given = [twins.get(arg, arg) for arg in node.args[:count]]
             node.args = (*given, *node.args[count:])
@@ -107,7 +108,7 @@ def _is_conversion(node: Node) -> bool:
         return False
     source = tensor(node.args[0])
     wanted = node.kwargs.get("memory_format") is torch.contiguous_format
-    return wanted and source is not None and source.dim() == 4 and is_channels_last(source)
+    return wanted and source is not None and is_channels_last(source)
 
 
 def _convert_after(node: Node, twin: Node, twins: dict[Node, Node]) -> None:
@@ -158,7 +159,7 @@ def _all_alike(inputs: list[Node], twins: dict[Node, Node]) -> bool:
         if one in twins:
             if not same_sizes(found.shape, shape):
                 return False
-        elif found.dim() != 0 and not (found.dim() == 4 and is_channels_last(found)):
+        elif found.dim() != 0 and not is_channels_last(found):
             return False
     return True
 
@@ -167,6 +168,6 @@ def _lay_out(found: Any, node: Node) -> Any:
     """The fake value of a twin."""
     if isinstance(found, list | tuple):
         return type(found)(_lay_out(one, node) for one in found)
-    if node.target in REDUCE or not isinstance(found, torch.Tensor) or found.dim() != 4:
+    if node.target in REDUCE or not isinstance(found, torch.Tensor) or found.dim() not in (4, 5):
         return found
     return channels_last(found)

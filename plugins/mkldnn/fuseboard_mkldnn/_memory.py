@@ -45,6 +45,7 @@ FRESH = frozenset(
         aten.mv.default,
         aten.sub.Tensor,
         *([_ops.overload("mkl::_mkl_linear")] if _ops.has_mkl() else []),
+        *([_ops.transposed_convolution()] if _ops.transposed_convolution() else []),
         *POST_OPS,
     }
 )

@@ -45,6 +45,27 @@ EXPECTED_MKL = {
     "mkl::_mkl_linear": ("X", "MKL_W", "ORI_W", "B", "batch_size"),
     "mkl::_mkl_reorder_linear_weight": ("X", "batch_size"),
 }
+#: The same for transposed convolutions and for LSTM layers, each optional.
+EXPECTED_TRANSPOSED = {
+    "mkldnn::_convolution_transpose_pointwise": (
+        *("X", "W", "B", "padding", "output_padding", "stride", "dilation", "groups"),
+        *("attr", "scalars", "algorithm"),
+    ),
+    "mkldnn::_reorder_convolution_transpose_weight": (
+        *("self", "padding", "output_padding", "stride", "dilation", "groups", "input_size"),
+    ),
+}
+EXPECTED_LSTM = {
+    "aten::mkldnn_rnn_layer": (
+        *("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "reverse"),
+        *("batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional"),
+        *("batch_first", "train"),
+    ),
+    "mkldnn::_reorder_mkldnn_rnn_layer_weight": (
+        *("weight0", "weight1", "hidden_size", "reverse", "has_biases", "batch_first"),
+        "input_size",
+    ),
+}
 
 
 def overload(qualified: str) -> Any:
@@ -78,6 +99,22 @@ def has_mkl() -> bool:
 
 
 @cache
+def transposed_convolution() -> Any:
+    """The operator, or None where torch hasn't got it as it is expected."""
+    if any(_differs(name, names) for name, names in EXPECTED_TRANSPOSED.items()):
+        return None
+    return overload("mkldnn::_convolution_transpose_pointwise")
+
+
+@cache
+def lstm_layer() -> Any:
+    """The operator of one LSTM layer in one direction; None as above."""
+    if any(_differs(name, names) for name, names in EXPECTED_LSTM.items()):
+        return None
+    return overload("aten::mkldnn_rnn_layer")
+
+
+@cache
 def bfloat16_supported() -> bool:
     """Whether oneDNN runs bfloat16 on this CPU natively (AVX-512 or better)."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -86,7 +123,8 @@ def bfloat16_supported() -> bool:
 def fingerprint() -> str:
     """Changes with whatever the choice of kernels depends on."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__}, {capability}, bf16={bfloat16_supported()}, mkl={has_mkl()}"
+    optional = (has_mkl(), transposed_convolution() is not None, lstm_layer() is not None)
+    return f"torch {torch.__version__}, {capability}, bf16={bfloat16_supported()}, {optional}"
 
 
 @contextlib.contextmanager

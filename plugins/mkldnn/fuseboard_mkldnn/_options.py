@@ -11,7 +11,8 @@ class Options(BaseModel):
     """What a user may set.
 
     :ivar packing: how linear layers run: ``measured`` tries plain, oneDNN's and MKL's packing
-        for each shape and takes the fastest; the others force one wherever it is possible.
+        for each shape and takes the fastest; the others force one wherever it is possible. LSTM
+        layers are measured but for ``onednn`` and ``none``.
     :ivar max_error: how many times as far from float64 as eager's product a measured kernel's may
         be (root mean square). At K = 3072 on an AVX2 machine oneDNN's float32 was
         twice as far off.

@@ -91,19 +91,23 @@ def choose(shape: LinearShape, possible: tuple[str, ...], options: Options, budg
         return usable[0] if usable else "plain"
     if len(possible) == 1:
         return possible[0]
-    return _remembered(
-        (shape, possible, options.max_error, torch.get_num_threads()),
+    return remembered(
+        (shape, possible, options.max_error),
         lambda: candidates(shape, possible, options.max_error),
         budget,
     )
 
 
-def _remembered(
-    key: tuple[Any, ...],
+def remembered(
+    what: Any,
     calls: Callable[[], Mapping[str, Callable[[], Any]]],
     budget: Budget,
 ) -> str:
-    """The fastest of ``calls``, as measured once; ``plain`` where no time is left."""
+    """The fastest of ``calls``, as measured once; ``plain`` where no time is left.
+
+    :param what: tells what is chosen for; the number of threads is added.
+    """
+    key = (what, torch.get_num_threads())
     with _lock:  # one at a time: measurements of two threads would disturb each other
         if key in _chosen:
             return _chosen[key]
@@ -160,11 +164,7 @@ class ConvolutionShape:
 
 def choose_convolution(shape: ConvolutionShape, budget: Budget) -> str:
     """``packed`` or ``plain`` for a convolution whose neighbours aren't channels-last."""
-    return _remembered(
-        (shape, torch.get_num_threads()),
-        lambda: _convolutions(shape),
-        budget,
-    )
+    return remembered(shape, lambda: _convolutions(shape), budget)
 
 
 def _convolutions(shape: ConvolutionShape) -> dict[str, Callable[[], Any]]:
@@ -178,9 +178,10 @@ def _convolutions(shape: ConvolutionShape) -> dict[str, Callable[[], Any]]:
         statistics = torch.ones(shape.weight[0], dtype=shape.dtype)
     pointwise = torch.ops.mkldnn._convolution_pointwise.default
     padding, stride, dilation, groups = arguments
+    convolve: Callable[..., torch.Tensor] = torch.conv2d if x.dim() == 4 else torch.conv3d
 
     def plain() -> torch.Tensor:
-        result = torch.conv2d(x, weight, None, stride, padding, dilation, groups)
+        result = convolve(x, weight, None, stride, padding, dilation, groups)
         if not shape.norm:
             return result
         norms = (statistics,) * 4
