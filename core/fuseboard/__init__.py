@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Trip,
         Verdict,
     )
+    from fuseboard.engines import Engine, why_unavailable
     from fuseboard.errors import (
         ContractError,
         FuseboardError,
@@ -63,6 +64,7 @@ _HOMES = {
         "Trip",
         "Verdict",
     ),
+    "fuseboard.engines": ("Engine", "why_unavailable"),
     "fuseboard.errors": (
         "ContractError",
         "FuseboardError",
@@ -92,6 +94,7 @@ __all__ = [
     "Claim",
     "ContractError",
     "Decline",
+    "Engine",
     "Event",
     "Explanation",
     "FuseboardError",
@@ -125,6 +128,7 @@ __all__ = [
     "register",
     "settings",
     "unregister",
+    "why_unavailable",
 ]
 
 
