@@ -3,6 +3,7 @@
 #   make demo        a pretrained model answers questions through torch.compile
 #   make test        the tests, except those marked slow
 #   make test-slow   those marked slow
+#   make test-contrib  those of the distributions in contrib/
 #   make lint        ruff, mypy, import-linter; changes nothing
 #   make format      ruff's formatter and its safe fixes
 #   make bench       the benchmarks; ARGS="--help" lists what can be chosen
@@ -31,7 +32,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format bench clean
+.PHONY: help demo test test-slow test-contrib lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,6 +45,10 @@ test: $(STAMP)-dev $(STAMP)-demo
 
 test-slow: $(STAMP)-dev $(STAMP)-demo
 	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow $(ARGS)
+
+test-contrib: $(STAMP)-dev $(STAMP)-demo
+	@$(PIP) install $(KEEP_TORCH) './contrib/openvino[dev]'
+	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) contrib/openvino/tests $(ARGS)
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff format --check .
