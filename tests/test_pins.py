@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fuseboard
+from fuseboard.module_names import split_source
 from fuseboard.partition import pins as pins_module
-from fuseboard.partition.paths import split_source
 from fuseboard.partition.pins import Rule
 from fuseboard.report.data import ledger
 from tests.support.backends import (

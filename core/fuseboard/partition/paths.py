@@ -7,9 +7,8 @@ apart, after a graph break, names them from there; the compiled model is then am
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import takewhile
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,12 +17,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fuseboard.lower.codegen import target_name
+from fuseboard.module_names import module_stack, split_source, without_wrappers
 from fuseboard.torch_internals import FrameScope
-
-#: Modules that only wrap others, by the name under which they hold them.
-_WRAPPERS = {"_modules", "_orig_mod"}
-_STEP = re.compile(r"\.(\w+)|\[['\"]?([^\]'\"]+)['\"]?\]")
-_ROOT = re.compile(r"[LG]\['[^']*'\]")
 
 #: Nested modules from the outermost: Dynamo's names of them.
 _Stack = tuple[str, ...]
@@ -40,7 +35,7 @@ class ModulePaths:
         names: dict[int, list[str]] = {}
         for model in models:
             for name, module in model.named_modules(remove_duplicate=False):
-                names.setdefault(id(module), []).append(_without_wrappers(name))
+                names.setdefault(id(module), []).append(without_wrappers(name))
         self._prefixes = {
             root: tuple(dict.fromkeys(names[id(value)]))
             for root, value in scope.names.items()
@@ -57,7 +52,7 @@ class ModulePaths:
         """
         stacks: dict[Node, _Stack] = {}
         for node in nodes:
-            stack = _stack_of(node)
+            stack = module_stack(node)
             if not stack and node.meta.get("is_gradient_acc"):
                 stack = _common([stacks.get(used, ()) for used in node.all_input_nodes])
             stacks[node] = stack
@@ -80,28 +75,6 @@ class ModulePaths:
         model = split_source(stack[0])[1]
         if path.startswith(f"{model}."):
             yield path[len(model) + 1 :]
-
-
-@lru_cache(maxsize=4096)
-def split_source(source: str) -> tuple[str, str]:
-    """Dynamo's name of a module as (the local or global that it starts at, path)."""
-    match = _ROOT.match(source)
-    root = match.group() if match else ""
-    steps = (name or key for name, key in _STEP.findall(source[len(root) :] if root else ""))
-    path = ".".join(steps) if root else source
-    return root, _without_wrappers(path)
-
-
-def _without_wrappers(path: str) -> str:
-    return ".".join(step for step in path.split(".") if step not in _WRAPPERS)
-
-
-def _stack_of(node: Node) -> _Stack:
-    """A forward node's own modules, or those of the forward node that a backward node is for."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not isinstance(stack, Mapping):
-        return ()
-    return tuple(entry[0] for entry in stack.values() if isinstance(entry[0], str))
 
 
 def _common(stacks: Sequence[_Stack]) -> _Stack:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard.module_names import module_stack, split_source
 from fuseboard.report.data import GraphReport, InputReport
 
 
@@ -35,13 +35,8 @@ def module_path(node: Node) -> str:
 
     Backward nodes name the module of the forward node that they are the backward of.
     """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)  # L['self'].layers[0], also ['a']
-    names = [name for name in path.split(".") if name != "_modules"]
-    return ".".join(names[2:] if names[:1] in (["L"], ["G"]) else names)
+    stack = module_stack(node)
+    return split_source(stack[-1])[1] if stack else ""
 
 
 def describe_ends(graph: GraphModule, static: Collection[int], report: GraphReport) -> None:

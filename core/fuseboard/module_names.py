@@ -1,0 +1,40 @@
+"""Dynamo's names of modules, ``L['self'].layers.0.mlp``, and the paths that people write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from torch.fx import Node
+
+#: Modules that only wrap others, by the name under which they hold them.
+_WRAPPERS = {"_modules", "_orig_mod"}
+_STEP = re.compile(r"\.(\w+)|\[['\"]?([^\]'\"]+)['\"]?\]")
+_ROOT = re.compile(r"[LG]\['[^']*'\]")
+
+
+def module_stack(node: Node) -> tuple[str, ...]:
+    """The modules that a node was computed in, outermost first, by Dynamo's names.
+
+    A backward node has those of the forward node that it is the backward of.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not isinstance(stack, Mapping):
+        return ()
+    return tuple(entry[0] for entry in stack.values() if isinstance(entry[0], str))
+
+
+@lru_cache(maxsize=4096)
+def split_source(source: str) -> tuple[str, str]:
+    """Dynamo's name of a module as (the local or global that it starts at, path)."""
+    match = _ROOT.match(source)
+    root = match.group() if match else ""
+    steps = (name or key for name, key in _STEP.findall(source[len(root) :] if root else ""))
+    path = ".".join(steps) if root else source
+    return root, without_wrappers(path)
+
+
+def without_wrappers(path: str) -> str:
+    """A module path without the steps that only lead into a wrapper."""
+    return ".".join(step for step in path.split(".") if step not in _WRAPPERS)
