@@ -1,0 +1,42 @@
+"""The one module of this plugin that reaches torch's private APIs.
+
+Read against torch 2.13: ``torch/_prims_common/__init__.py`` (promotion of dtypes),
+``torch/_decomp/__init__.py``, ``torch/_subclasses/fake_tensor.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+__all__ = ["decompositions", "promoted", "real_tensors"]
+
+
+def promoted(operands: Sequence[Any], kind: str) -> torch.dtype:
+    """The dtype in which ATen computes element by element.
+
+    :param operands: tensors and numbers.
+    :param kind: a name of ``ELEMENTWISE_TYPE_PROMOTION_KIND``.
+    """
+    rule = getattr(ELEMENTWISE_TYPE_PROMOTION_KIND, kind)
+    computed, _ = elementwise_dtypes(*operands, type_promotion_kind=rule)
+    return computed
+
+
+def decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """Torch's own decompositions of some ops."""
+    return dict(get_decompositions(ops))
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Within a compile, tensors that are made are real, not fake."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield
