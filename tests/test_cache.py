@@ -165,7 +165,7 @@ def test_another_version_is_a_miss(directory, package, monkeypatch):
     if package == "torch":
         monkeypatch.setattr(torch.version, "git_version", "another")
     else:
-        monkeypatch.setattr(cache_keys.metadata, "version", lambda name: "99.0")
+        monkeypatch.setattr(cache_keys, "fuseboard_version", lambda: "99.0")
     told = run(directory)
     assert (told["lowered"], told["notes"]) == (1, [NEAR + package, "lowered"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,12 @@ def _complain() -> None:
     os.abort()
 
 
+def _hang() -> None:
+    """As C code does that never comes back: signals and other threads change nothing."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGINT, signal.SIGTERM})
+    time.sleep(600)
+
+
 def _with_a_grandchild() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(os.environ["CRASHING_GRANDCHILD"]).write_text(str(child.pid))
@@ -98,5 +105,6 @@ _WAYS = {
     "segfaults": _segfault,
     "exits": lambda: os._exit(3),
     "sleeps": lambda: time.sleep(600),
+    "hangs": _hang,
     "has a child": _with_a_grandchild,
 }

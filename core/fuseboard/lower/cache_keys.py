@@ -59,7 +59,7 @@ def region_key(
         "code": code_hash(home) if home else "",
         "options": _options(region.options),
         "torch": f"{torch.__version__} {torch.version.git_version}",
-        "fuseboard": metadata.version("fuseboard"),
+        "fuseboard": fuseboard_version(),
         "python": f"{platform.python_implementation()} {'.'.join(map(str, sys.version_info[:3]))}",
         "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
         "processor": processor(),
@@ -142,6 +142,12 @@ def _code_hash(states: tuple[tuple[str, int, int], ...], home: Path) -> str:
         digest.update(f"{inside}\n".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
+
+
+@lru_cache(maxsize=1)
+def fuseboard_version() -> str:
+    """Of the installed distribution."""
+    return metadata.version("fuseboard")
 
 
 # --- the machine ----------------------------------------------------------------------------------

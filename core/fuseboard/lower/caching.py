@@ -181,17 +181,17 @@ class Cache:
             return None
         if before is not None:
             raise LoweringError(
-                f"lowering it ended an earlier process ({before}), so it isn't tried again until "
-                "the backend's fingerprint changes; `fuseboard cache clear --crashes` forgets it"
+                f"in an earlier child process {before}; it isn't tried again until the backend's "
+                "fingerprint changes; `fuseboard cache clear --crashes` forgets it"
             )
         try:
             result = lower_in_child(task.copied(), task.inputs, self._session)
         except Crash as crash:
             if place is not None:
                 place.store.put_tried(place.key, str(crash))
-            raise LoweringError(f"lowering it in a child process ended that: {crash}") from crash
+            raise LoweringError(f"in a child process {crash}") from crash
         if result.error:
-            raise LoweringError(f"in a child process: {result.error}")
+            raise LoweringError(f"in a child process it raised {result.error}")
         if place is not None and result.artifact is None:
             place.store.put_tried(place.key, "")
         return result

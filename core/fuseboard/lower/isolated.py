@@ -40,11 +40,13 @@ class Result:
     """What the plugin answered.
 
     :ivar error: what it raised, as text.
+    :ivar late: it was stopped at the limit.
     :ivar declined: it returned None.
     :ivar guards: on sizes, that its lowering added; None where they can't be told.
     """
 
     error: str = ""
+    late: bool = False
     declined: bool = False
     artifact: bytes | None = None
     notes: tuple[str, ...] = ()
@@ -76,7 +78,7 @@ def _answer(request: Request, directory: Path) -> Result:
     from fuseboard.board import board, register
     from fuseboard.config import resolve
     from fuseboard.contracts import Region
-    from fuseboard.errors import LoweringError, PluginError
+    from fuseboard.errors import HookTimeout, LoweringError, PluginError
     from fuseboard.lower.failure import describe
     from fuseboard.torch_graphs import graph_from_bytes
     from fuseboard.torch_symbols import GuardWatch
@@ -99,7 +101,7 @@ def _answer(request: Request, directory: Path) -> Result:
         try:
             answer = session.call("fuseboard_lower", backend, region=region, inputs=inputs)
         except (PluginError, LoweringError) as error:
-            return Result(error=describe(error))
+            return Result(error=describe(error), late=isinstance(error, HookTimeout))
     if answer is None:
         return Result(declined=True)
     return Result(artifact=answer.artifact, notes=answer.notes, guards=watch.code())

@@ -27,7 +27,7 @@ _POLL_S = 0.02
 
 
 class Crash(LoweringError):
-    """The child process ended before it had answered, or had to be ended."""
+    """The child process ended before it had answered, or took too long; "it ended with SIGABRT"."""
 
 
 def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> Result:
@@ -57,17 +57,27 @@ def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> R
                 _end(child)
         result = directory / "result"
         if result.exists():
-            return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
+            return _read(result)
         started = (directory / "started").exists()
         said = _last_line((directory / "output").read_text(errors="replace"))
     if late and started:
         origin = session.settings.origin("hook_limit_s")
         limit_s = session.settings.hook_limit_s
-        raise Crash(f"no answer within hook_limit_s = {limit_s:g} (set in {origin}){said}")
+        raise Crash(f"it gave no answer within hook_limit_s = {limit_s:g} (set in {origin}){said}")
     how = "it didn't start in time" if late else f"it ended with {_name(child.returncode)}"
     if not started:
         raise LoweringError(f"{region.backend} can't be tried in a child process: {how}{said}")
-    raise Crash(f"{_name(child.returncode)}{said}")
+    raise Crash(f"{how}{said}")
+
+
+def _read(path: Path) -> Result:
+    """
+    :raises Crash: Python code in the child was stopped at the limit.
+    """
+    result: Result = pickle.loads(path.read_bytes())
+    if result.late:
+        raise Crash(f"it gave {result.error}")
+    return result
 
 
 def _request(region: Region, inputs: Sequence[Any], session: Session) -> Request:

@@ -168,6 +168,7 @@ class Specialised:
         report = self._region_report
         if not report.specialised:
             report.fusions, report.hoisted = told.fusions, told.hoisted
+            report.loaded = told.loaded
         report.notes.extend(note for note in told.notes if note not in report.notes)
         report.specialised.append(label)
         seconds = time.perf_counter() - start
