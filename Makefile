@@ -7,6 +7,7 @@
 #   make lint        ruff, mypy, import-linter; changes nothing
 #   make format      ruff's formatter and its safe fixes
 #   make bench       the benchmarks; ARGS="--help" lists what can be chosen
+#   make gpu-check   what needs a CUDA GPU: tests, times of models and kernels; installs nothing
 #   make clean       removes .venv and all that the others made
 #
 # PYTHON chooses the interpreter (3.11 or newer), TORCH another torch than the tested one, ARGS goes
@@ -32,7 +33,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-contrib lint format bench clean
+.PHONY: help demo test test-slow test-contrib lint format bench gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -62,6 +63,10 @@ format: $(STAMP)-dev
 
 bench: $(STAMP)-benchmarks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks $(ARGS)
+
+# On the machine's own Python, into which fuseboard was installed: there may be no package index.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -72,7 +72,7 @@ def why_not_carried(node: Node) -> str | None:
         return None
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in NAMESPACES:
         return reason
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags and not _without_dropout(node):
         return f"{target} draws random numbers"
     if target._schema.is_mutable:
         return f"{target} writes to its inputs"
@@ -82,6 +82,17 @@ def why_not_carried(node: Node) -> str | None:
     if any(_torch_internals.has_unbacked(value) for value in values):
         return "its size is known only from data"
     return None
+
+
+def _without_dropout(node: Node) -> bool:
+    """Whether an op that may draw random numbers, for a dropout, doesn't."""
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(given, float | int) and given == 0
 
 
 def is_view(node: Node) -> bool:

@@ -12,20 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard_triton._build import (
-    as_dtype,
-    aten,
-    builder,
-    extreme,
-    mean_of,
-    meta_of,
-    shape_of,
-    shaped,
-    total,
-    variance,
-    where,
-)
+from fuseboard_triton import _shapes as _shapes  # registers what it builds
+from fuseboard_triton._build import aten, builder, meta_of, shape_of
+from fuseboard_triton._elementwise import as_dtype, where
 from fuseboard_triton._ir import Unsupported, Value, const, pointwise, product, reshape
+from fuseboard_triton._reductions import extreme, mean_of, shaped, total, variance
 
 F32 = torch.float32
 

@@ -76,6 +76,11 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     return pointwise("cast", (value,), dtype, value.dtype)
 
 
+def copied(value: Value) -> Value:
+    """A value that is computed again rather than a tensor that is handed on."""
+    return pointwise("keep", (value,), value.dtype, value.dtype)
+
+
 def rounded(value: Value) -> Value:
     """A half value as memory would hold it, where what follows jumps: a comparison, a floor."""
     if value.dtype not in HALF or value.kind in ("buffer", "const"):
