@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from benchmarks import engines
 
 Compile = Callable[[Any], Callable[..., Any]]
 
@@ -75,6 +77,12 @@ def _fuseboard_with(name: str, description: str, *backends: str) -> Arm:
     return Arm(name, description, compile_with, backends=backends)
 
 
+def _alone(name: str) -> Arm:
+    """A backend for inference, and eager for what it doesn't take."""
+    arm = _fuseboard_with(f"fuseboard-{name}", f'backends=["{name}", "eager"]', name, "eager")
+    return replace(arm, training=False)
+
+
 _ALL = (
     Arm(BASELINE, "the baseline of every process", _eager),
     Arm(CONTROL, "A/A control: eager measured as if it were an arm", _eager),
@@ -89,6 +97,14 @@ _ALL = (
     _fuseboard_with("fuseboard-eager", 'backends=["eager"]: the cost of the board itself', "eager"),
     _fuseboard_with("fuseboard-mkldnn", 'backends=["mkldnn", "eager"]', "mkldnn", "eager"),
     _fuseboard_with("fuseboard-inductor", 'backends=["inductor"]', "inductor"),
+    *(_alone(name) for name in ("onnxruntime", "openvino", "tvm")),
+    Arm(
+        "onnxruntime",
+        "ONNX Runtime by its own Python API, on torch.onnx's export",
+        engines.onnxruntime,
+        training=False,
+    ),
+    Arm("openvino", "OpenVINO by its own Python API", engines.openvino, training=False),
 )
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ALL}

@@ -111,13 +111,15 @@ def test_a_failing_warm_process_is_noted():
     assert r.notes == ["warm process: ended with code -11"]
 
 
-def test_freezing_is_left_out_of_training():
-    """It means nothing there, so it is neither run nor counted."""
+def test_arms_for_inference_are_left_out_of_training():
+    """They mean nothing there, so they are neither run nor counted."""
     cases = suite.plan(select_models(["mlp-b1", "train-nanogpt"]), list(ARMS.values()), [1, 2])
     pairs_of = {(c.model.name, c.arm.name) for c in cases}
     assert ("mlp-b1", "inductor-freezing") in pairs_of
     assert ("train-nanogpt", "inductor-freezing") not in pairs_of
-    assert len(cases) == 2 * (2 * len(ARMS) - 1)
+    for_both = [arm for arm in ARMS.values() if arm.training]
+    assert 4 <= len(for_both) < len(ARMS)
+    assert len(cases) == 2 * (len(ARMS) + len(for_both))
 
 
 def test_means_count_failures_as_one_and_name_them():
