@@ -20,7 +20,7 @@ tvm_plugin = pytest.importorskip("fuseboard_tvm")
 pytest.importorskip("tvm", reason="needs the extra tvm")
 
 #: Cases compiled together: a module takes a while however small it is.
-BATCH = 16
+BATCH = 48
 
 
 def graph_of(call: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.GraphModule:

@@ -29,8 +29,9 @@ from fuseboard_tvm._values import (
     zero,
 )
 
-#: Elements of a vector: two or four registers, so that the latency of additions is hidden.
-LANES = 32
+#: Elements of a vector: one or two registers of floats. Wider ones hide more of the latency of
+#: additions, but the code grows, and the time that LLVM takes with it.
+LANES = 16
 #: Elements that one lane sums up before it is added to a total, which bounds the rounding error.
 BLOCK = 64
 #: Elements below which a kernel isn't worth a second thread.
@@ -131,7 +132,7 @@ class _Writer:
 
     def vectors(self, size: int, body: Callable[[Expr], None], vectorise: bool = True) -> None:
         """A loop over ``size`` adjacent elements, in vectors, then what is left one by one."""
-        lanes = next((n for n in (LANES, 16, 8, 4) if n <= size), 1) if vectorise else 1
+        lanes = next((n for n in (LANES, 8, 4) if n <= size), 1) if vectorise else 1
         whole = size // lanes
         if lanes == 1:
             self.statements.append(self.loop(size, body))
@@ -146,7 +147,7 @@ class _Writer:
         self.statements.append(self.loop(whole, vector))
         done = whole * lanes
         if size - done:
-            self.vectors(size - done, lambda i: body(i + number(done)), size - done >= 4)
+            self.statements.append(self.loop(size - done, lambda i: body(i + number(done))))
 
     def outer(self, size: int, work: int, body: Callable[[Expr], None]) -> Any:
         """The outermost loop: on several threads where that is worth it."""
@@ -368,7 +369,7 @@ class _Writer:
     ) -> Expr:
         """All of one row in one number: in lanes, these in blocks, then across the lanes."""
         dtype = member.dtype
-        lanes = next((n for n in (LANES, 16, 8) if n <= inner), 1)
+        lanes = next((n for n in (LANES, 8) if n <= inner), 1)
         irregular = _is_scalar([member], self.roots)
         if irregular:
             lanes = 1
@@ -436,7 +437,7 @@ class _Writer:
         inner = kept[-1] if kept and kept[-1] == len(shape) - 1 else None
         outer = [axis for axis in kept if axis != inner]
         width = shape[inner] if inner is not None else 1
-        lanes = next((n for n in (LANES, 16, 8, 4) if n <= width), 1)
+        lanes = next((n for n in (LANES, 8, 4) if n <= width), 1)
         if _is_scalar([member], self.roots):
             lanes = 1
         sizes = [shape[axis] for axis in axes]

@@ -18,9 +18,12 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     threads = torch.get_num_threads()
     with _torch_internals.real_tensors():
         stored = _compiled(_graph.read(graph), threads)
-        call = _runtime.Call(stored, threads)
         problem = _artifact.why_not_stored()
-        artifact = None if problem else _artifact.pack(stored)
+        artifact = None
+        if not problem:  # what is run is the library: LLVM makes machine code once that way
+            artifact = _artifact.pack(stored)
+            stored = _artifact.unpack(artifact)
+        call = _runtime.Call(stored, threads)
     return fuseboard.LoweredRegion(
         call=call, notes=(problem,) if problem else (), artifact=artifact
     )
