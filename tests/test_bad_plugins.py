@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -222,6 +223,13 @@ ASK = {
     "fuseboard_lower": {"region": None, "inputs": []},
     "fuseboard_load": {"artifact": b"", "region": None, "inputs": []},
     "fuseboard_wrap": {"lowered": LoweredRegion(print), "region": None, "tell": print},
+    "fuseboard_export": {
+        "graph": GRAPH,
+        "inputs": [],
+        "names": [],
+        "weights": [],
+        "path": Path("f.onnx"),
+    },
     "fuseboard_verify": {"region": None, "expected": [], "result": [], "inputs": []},
     "fuseboard_measure": {"calls": [lambda: None], "budget_s": 0.1},
     "fuseboard_on_failure": {"region": "r", "plugin": "p", "stage": "run", "error": ValueError()},
@@ -273,6 +281,8 @@ LIES = [
     ("lower", LoweredRegion(print, artifact="x"), "artifact is 'x' of type str, not bytes"),
     ("load", print, "it isn't a LoweredRegion"),
     ("wrap", print, "it isn't a LoweredRegion"),
+    ("export", [1], "what the file computes is [1] of type list, not tuple"),
+    ("export", (1, 2, 3), "3 results for 1 outputs"),
     ("wrap", LoweredRegion(call="graph"), "call is 'graph' of type str, which can't be called"),
     ("verify", True, "it isn't a Verdict"),
     ("verify", Verdict(ok=torch.tensor(True)), "ok is tensor(True) of type Tensor, not bool"),

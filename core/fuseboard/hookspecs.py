@@ -9,6 +9,7 @@ answer of another type is a :class:`~fuseboard.errors.ContractError` that names 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -189,6 +190,28 @@ def fuseboard_wrap(
     raised as a RegionError if the policy says so); the wrapper then calls ``lowered.call``. None
     means that the region stays as it is; to say why, answer with the same call and a note. A hook
     that fails trips, and the region runs without it.
+    """
+
+
+@hookspec
+def fuseboard_export(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    weights: Sequence[int],
+    path: Path,
+    options: Any,
+) -> tuple[Any, ...] | None:
+    """Write a whole inference graph to a file that runs without torch, and run that file.
+
+    Called by ``fuseboard export``, on one plugin after another until one answers. ``graph`` is a
+    copy of the graph, with nothing decomposed that a backend might want whole, and static sizes;
+    ``inputs`` are real tensors in the order of its placeholders, ``names`` what to call them,
+    ``weights`` the positions of those that belong into the file. The answer is what the file as
+    written computes from the other inputs, in the order of the graph's outputs. None means that the
+    plugin doesn't write files with ``path``'s ending.
+
+    :raises LoweringError: something in the graph can't be written.
     """
 
 

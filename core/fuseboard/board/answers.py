@@ -212,6 +212,14 @@ def _lowered(answer: Any, arguments: Arguments) -> Problems:
         yield from _is(answer.artifact, bytes, "artifact")
 
 
+def _exported(answer: Any, arguments: Arguments) -> Problems:
+    yield from _is(answer, tuple, "what the file computes")
+    outputs = arguments["graph"].graph.output_node().args[0]
+    count = len(outputs) if isinstance(outputs, list | tuple) else 1
+    if len(answer) != count:
+        yield f"{len(answer)} results for {count} outputs"
+
+
 def _verdict(answer: Any, arguments: Arguments) -> Problems:
     if not isinstance(answer, Verdict):
         yield "it isn't a Verdict"
@@ -246,6 +254,7 @@ _CHECKERS: dict[str, tuple[str, Callable[[Any, Arguments], Problems]]] = {
     "fuseboard_lower": ("a LoweredRegion", _lowered),
     "fuseboard_load": ("a LoweredRegion", _lowered),
     "fuseboard_wrap": ("a LoweredRegion", _lowered),
+    "fuseboard_export": ("a tuple with one result for each output of the graph", _exported),
     "fuseboard_verify": ("a Verdict", _verdict),
     "fuseboard_measure": ("a list with one Measurement a call", _measurements),
     "fuseboard_on_failure": ("'raise', 'next' or 'eager'", _action),

@@ -27,6 +27,7 @@ STAGE_OF = {
     "fuseboard_lower": "lower",
     "fuseboard_load": "lower",
     "fuseboard_wrap": "lower",
+    "fuseboard_export": "lower",
     "fuseboard_verify": "profile",
     "fuseboard_measure": "profile",
     "fuseboard_on_failure": "failure",

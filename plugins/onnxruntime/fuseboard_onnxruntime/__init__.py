@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,3 +75,20 @@ def fuseboard_load(
     from fuseboard_onnxruntime._lower import lower_region
 
     return lower_region(region, Model.from_bytes(artifact))
+
+
+@fuseboard.hookimpl
+def fuseboard_export(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    weights: Sequence[int],
+    path: Path,
+    options: Any,
+) -> tuple[Any, ...] | None:
+    """An ONNX file, where the path ends in ``.onnx``."""
+    if path.suffix != ".onnx":
+        return None
+    from fuseboard_onnxruntime._export import export
+
+    return export(graph, inputs, names, weights, path, options or Options())

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard_onnxruntime._torch_internals import has_unbacked_symbols, known_true
+from fuseboard_onnxruntime._torch_internals import has_unbacked_symbols, known_equal, known_true
 
 __all__ = ["has_unbacked_symbols"]
 
 aten: Any = torch.ops.aten
+
+#: ONNX Runtime adds up one by one, eager in pairs. Of equal numbers a thousand are off by 1e-5.
+MOST_TERMS = 1024
 
 Condition = Callable[[Node], str | None]
 
@@ -81,12 +84,19 @@ def matrices(node: Node) -> str | None:
     return None
 
 
+def known_parts(node: Node) -> str | None:
+    """A dimension of known size."""
+    value, dim = tensor(node.args[0]), argument(node, 2, "dim", 0)
+    sizes = (node.args[1], value.shape[dim] if value is not None else None)
+    return None if all(isinstance(size, int) for size in sizes) else "a split of symbolic size"
+
+
 def mean_loss(node: Node) -> str | None:
-    """Floats, with elements."""
+    """Floats, 1 to 1024 of them."""
     value = tensor(node.args[0])
     if value is None or not known_true(value.numel() > 0):
         return "a loss over nothing"
-    return floats_only(node)
+    return _why_long(value.numel()) or floats_only(node)
 
 
 def safe_division(node: Node) -> str | None:
@@ -126,28 +136,50 @@ def _reduced(node: Node) -> Any:
     )
 
 
+def _why_long(count: Any) -> str | None:
+    if not known_true(count <= MOST_TERMS):
+        return f"it may sum over {MOST_TERMS} numbers, which ONNX Runtime adds up one by one"
+    return None
+
+
+def short(node: Node) -> str | None:
+    """Over at most 1024 elements."""
+    return _why_long(_all_or_reduced(node))
+
+
+def _all_or_reduced(node: Node) -> Any:
+    """How many elements each result of a reduction is made of."""
+    target: Any = node.target
+    value = tensor(node.args[0])
+    assert value is not None
+    named = [a.name for a in target._schema.arguments]
+    return _reduced(node) if "dim" in named else value.numel()
+
+
 def not_empty(node: Node) -> str | None:
     """Over at least one element."""
-    target: Any = node.target
-    named = [a.name for a in target._schema.arguments]
-    count = _reduced(node) if "dim" in named else tensor(node.args[0]).numel()  # type: ignore[union-attr]
-    if not known_true(count > 0):
+    if not known_true(_all_or_reduced(node) > 0):
         return "it may reduce over no elements, which ONNX Runtime answers with a number"
     return None
 
 
 def mean_of(node: Node) -> str | None:
+    """Floats, over 1 to 1024 elements."""
+    return not_empty(node) or short(node) or floats_only(node)
+
+
+def extent(node: Node) -> str | None:
     """Floats, over at least one element."""
     return not_empty(node) or floats_only(node)
 
 
 def variance(node: Node) -> str | None:
-    """Floats, over more elements than the correction."""
+    """Floats, over at most 1024 elements and more than the correction."""
     correction = argument(node, 2, "correction", None)
     correction = 1 if correction is None else correction
     if not isinstance(correction, int | float) or not known_true(_reduced(node) > correction):
         return "it may reduce over too few elements"
-    return floats_only(node)
+    return short(node) or floats_only(node)
 
 
 def extremes(node: Node) -> str | None:
@@ -167,10 +199,14 @@ def elu(node: Node) -> str | None:
 
 
 def norm_order(node: Node) -> str | None:
-    """The 1- and 2-norm of floats."""
+    """The 1- and 2-norm of at most 1024 floats."""
     if argument(node, 1, "ord", 2) not in (1, 2):
         return "a norm of another order than 1 or 2"
-    return floats_only(node)
+    dims = argument(node, 2, "dim")
+    value = tensor(node.args[0])
+    assert value is not None
+    count = value.numel() if dims is None else math.prod(value.shape[d] for d in dims)
+    return _why_long(count) or floats_only(node)
 
 
 def real_index(node: Node) -> str | None:
@@ -186,18 +222,33 @@ def real_index(node: Node) -> str | None:
 
 
 def attention(node: Node) -> str | None:
-    """No dropout."""
+    """No dropout; as many heads in queries, keys and values."""
     if argument(node, 3, "dropout_p", 0.0) != 0.0:
         return "attention with dropout draws random numbers"
-    mask = tensor(node.kwargs.get("attn_mask"))
-    if mask is not None and argument(node, 4, "is_causal", False):
+    if argument(node, 4, "is_causal", False) and node.kwargs.get("attn_mask") is not None:
         return "both causal and masked"
-    return None
+    return _why_odd_heads(*node.args[:3], node.kwargs.get("attn_mask"))
+
+
+def _why_odd_heads(query: Any, key: Any, value: Any, mask: Any) -> str | None:
+    q, k, v, m = map(tensor, (query, key, value, mask))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    if not all(known_equal(q.shape[d], other.shape[d]) for other in (k, v) for d in (0, 1)):
+        return "queries, keys and values may differ in batch or heads"
+    full = (*q.shape[:3], k.shape[2])
+    given = () if m is None else zip(reversed(m.shape), reversed(full), strict=False)
+    if not all(known_equal(size, 1) or known_equal(size, whole) for size, whole in given):
+        return "a mask that may be of another size"
+    return None if m is None or m.is_floating_point() else "a mask of booleans"
 
 
 def attention_backward(node: Node) -> str | None:
-    """No dropout."""
-    return "attention with dropout" if argument(node, 6, "dropout_p", 0.0) != 0.0 else None
+    """No dropout; as many heads in queries, keys and values."""
+    if argument(node, 6, "dropout_p", 0.0) != 0.0:
+        return "attention with dropout"
+    return _why_odd_heads(*node.args[1:4], node.kwargs.get("attn_mask"))
 
 
 def convolution(node: Node) -> str | None:
@@ -238,10 +289,12 @@ def _batched(node: Node) -> str | None:
 
 
 def adaptive_pooling(node: Node) -> str | None:
-    """(N, C, H, W) to (1, 1)."""
+    """(N, C, H, W) to (1, 1), of at most 1024 elements."""
     if list(node.args[1]) != [1, 1]:  # type: ignore[arg-type]
         return "adaptive pooling to more than one element"
-    return _batched(node)
+    value = tensor(node.args[0])
+    assert value is not None
+    return _batched(node) or _why_long(math.prod(value.shape[-2:]))
 
 
 def batch_norm(node: Node) -> str | None:
@@ -250,6 +303,35 @@ def batch_norm(node: Node) -> str | None:
     if value is None or value.dim() < 2 or not known_true(value.numel() > 0):
         return "batch norm of nothing"
     return None
+
+
+def statistics(node: Node) -> str | None:
+    """1 to 1024 elements a channel."""
+    value = tensor(node.args[0])
+    assert value is not None
+    channels = value.shape[1] if value.dim() > 1 else 1
+    return batch_norm(node) or _why_long(value.numel() // channels)
+
+
+def rows(node: Node) -> str | None:
+    """At most 1024 rows, of elements."""
+    value = tensor(node.args[0])
+    assert value is not None
+    normalized = argument(node, 2, "normalized_shape")
+    return layer_norm(node) or _why_long(value.numel() // math.prod(normalized))
+
+
+def items(node: Node) -> str | None:
+    """At most 1024 items."""
+    target = tensor(node.args[-5 if "backward" in str(node.target) else 1])
+    return _why_long(target.numel()) if target is not None else "no target"
+
+
+def softmax_gradient(node: Node) -> str | None:
+    """Over at most 1024 floats."""
+    value, dim = tensor(node.args[0]), argument(node, 2, "dim")
+    assert value is not None
+    return _why_long(value.shape[dim] if value.dim() else 1) or floats_only(node)
 
 
 def layer_norm(node: Node) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import fuseboard
 from fuseboard_onnxruntime import _torch_internals
+from fuseboard_onnxruntime._clean import clean
 from fuseboard_onnxruntime._decompositions import decompose
 from fuseboard_onnxruntime._dtypes import onnx_type, promote
 from fuseboard_onnxruntime._layout import inverse, permutation
@@ -49,6 +50,7 @@ class Output:
     :ivar order: from the model's dimensions to torch's.
     :ivar shape: as the model gives it; None where it depends on symbolic sizes.
     :ivar strides: where they aren't those of a permuted row-major tensor; else None.
+    :ivar strides_at: where these are symbolic, their place in what ``Model.sizes`` gives.
     :ivar passes: it is the region's input of that number, copied.
     """
 
@@ -57,6 +59,7 @@ class Output:
     shape: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
+    strides_at: int | None = None
     copy_of: int | None = None
     passes: int | None = None
 
@@ -66,7 +69,8 @@ class Model:
     """A converted region. It holds no weights: these are inputs, or become initializers later.
 
     :ivar proto: the serialised ONNX model.
-    :ivar sizes: code of a function from the inputs to the outputs' shapes; "" if all are static.
+    :ivar sizes: code of a function from the inputs to the shapes of the outputs that are computed,
+        then to strides; "" if all are static.
     """
 
     proto: bytes
@@ -100,10 +104,12 @@ def _tuples(value: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
 
 
-def convert(graph: GraphModule, checked: bool = True) -> Model:
+def convert(graph: GraphModule, permuted: bool = True) -> Model:
     """An ONNX model of a region's graph.
 
     :param graph: it isn't changed.
+    :param permuted: tensors that lie in another order of dimensions come and go in that order. If
+        not, dimensions are torch's, whatever the strides.
     :raises LoweringError: something in it has no ONNX form here.
     """
     given = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -112,9 +118,9 @@ def convert(graph: GraphModule, checked: bool = True) -> Model:
     graph = copied(graph)
     first_results(graph.graph)
     graph = decompose(graph)
-    plain, inputs = _row_major(graph, expected)
+    plain, inputs = _row_major(graph, expected, permuted)
     promote(plain)
-    outputs, sizes = _describe_outputs(plain, given, expected)
+    outputs, sizes = _describe_outputs(plain, given, expected, permuted)
     plain.graph.eliminate_dead_code()
     for value, node in zip(list(inputs), plain.graph.find_nodes(op="placeholder"), strict=True):
         if not node.users:
@@ -122,7 +128,7 @@ def convert(graph: GraphModule, checked: bool = True) -> Model:
             inputs.remove(value)
     plain.recompile()
     if not plain.graph.output_node().args[0]:
-        return Model(b"", tuple(inputs), tuple(outputs))  # nothing is computed
+        return Model(b"", tuple(inputs), tuple(outputs), sizes)  # nothing is computed
     try:
         model = _torch_internals.translate(plain, translations(), OPSET)
     except Exception as error:  # torch's exporter raises its own, with causes
@@ -130,7 +136,7 @@ def convert(graph: GraphModule, checked: bool = True) -> Model:
     names = [value.name for value in model.graph.inputs]
     inputs = [_named(value, name) for value, name in zip(inputs, names, strict=True)]
     outputs = _named_outputs(outputs, [value.name for value in model.graph.outputs])
-    return Model(_serialise(model, checked), tuple(inputs), tuple(outputs), sizes)
+    return Model(_serialise(model), tuple(inputs), tuple(outputs), sizes)
 
 
 def copied(graph: GraphModule) -> GraphModule:
@@ -146,46 +152,39 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _serialise(model: Any, checked: bool) -> bytes:
+def _serialise(model: Any) -> bytes:
     import onnx
     import onnx_ir as ir
 
-    for node in model.graph:
-        if node.op_type == "LayerNormalization":
-            _drop_statistics(node)
+    clean(model.graph)
     proto = ir.to_proto(model)
-    if checked:
-        onnx.checker.check_model(proto)
+    onnx.checker.check_model(proto)
     return bytes(proto.SerializeToString())
-
-
-def _drop_statistics(node: Any) -> None:
-    """ONNX Runtime fuses a layer norm to the addition before it only if it has one result."""
-    if not any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
-        node.resize_outputs(1)
 
 
 # --- inputs and outputs ---------------------------------------------------------------------------
 
 
-def _row_major(graph: GraphModule, expected: Sequence[Any]) -> tuple[GraphModule, list[Input]]:
+def _row_major(
+    graph: GraphModule, expected: Sequence[Any], permuted: bool
+) -> tuple[GraphModule, list[Input]]:
     """A copy of the graph whose inputs and outputs are row-major, with permutations inside."""
     new = Graph()
     nodes: dict[Node, Node] = {}
     inputs: list[Input] = []
-    permuted: list[tuple[Node, Node, tuple[int, ...]]] = []
+    moved: list[tuple[Node, tuple[int, ...]]] = []
     for node in graph.graph.nodes:
         if node.op == "output":
             break
         nodes[node] = new.node_copy(node, nodes.__getitem__)
         nodes[node].meta = dict(node.meta)
         if node.op == "placeholder":
-            inputs.append(_input(node, len(inputs)))
+            inputs.append(_input(node, len(inputs), permuted))
             order = inputs[-1].order
             if order is not None:
-                permuted.append((node, nodes[node], order))
+                moved.append((nodes[node], order))
     first = next((node for node in new.nodes if node.op != "placeholder"), None)
-    for _, placeholder, order in permuted:
+    for placeholder, order in moved:
         value = placeholder.meta["val"]
         with new.inserting_before(first) if first is not None else new.inserting_after():
             back = new.call_function(aten.permute.default, (placeholder, list(inverse(order))))
@@ -196,7 +195,7 @@ def _row_major(graph: GraphModule, expected: Sequence[Any]) -> tuple[GraphModule
     results = []
     for node, value in zip(graph.graph.output_node().args[0], expected, strict=True):
         result = nodes[node] if isinstance(node, Node) else None
-        order = permutation(value) if isinstance(value, torch.Tensor) else None
+        order = permutation(value) if permuted and isinstance(value, torch.Tensor) else None
         if result is not None and order is not None and order != tuple(range(len(order))):
             result = new.call_function(aten.permute.default, (result, list(order)))
             result.meta["val"] = value.permute(order)
@@ -205,10 +204,10 @@ def _row_major(graph: GraphModule, expected: Sequence[Any]) -> tuple[GraphModule
     return GraphModule(graph, new), inputs
 
 
-def _input(node: Node, position: int) -> Input:
+def _input(node: Node, position: int, permuted: bool) -> Input:
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
-        order = permutation(value)
+        order = permutation(value) if permuted else None
         moved = order is not None and order != tuple(range(value.dim()))
         return Input("", position, onnx_type(value.dtype), order if moved else None)
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
@@ -221,58 +220,55 @@ def _named(value: Input, name: str) -> Input:
 
 
 def _describe_outputs(
-    graph: GraphModule, given: Sequence[Any], expected: Sequence[Any]
+    graph: GraphModule, given: Sequence[Any], expected: Sequence[Any], permuted: bool
 ) -> tuple[list[Output | None], str]:
     """What each output of a call is; the graph is left with those that a model computes."""
     output = graph.graph.output_node()
     placeholders = graph.graph.find_nodes(op="placeholder")
     described: list[Output | None] = []
     first: dict[Node, int] = {}
-    kept: list[Node] = []
     shapes: list[Any] = []
-    dynamic = False
     for number, (node, value) in enumerate(zip(output.args[0], expected, strict=True)):
         if node is None:
             described.append(None)
             continue
         if not isinstance(value, torch.Tensor):
             raise fuseboard.LoweringError(f"output {number} is a {type(value).__name__}")
-        order = permutation(value)
-        strides = None
-        if order is None:
-            strides = tuple(map(_known, value.stride()))
-        order = None if order is None or order == tuple(range(len(order))) else order
-        back = None if order is None else inverse(order)
+        made = _order_and_strides(value) if permuted else Output()
         if node in first:
-            described.append(Output(copy_of=first[node], order=back, strides=strides))
-            continue
-        if node in placeholders:
-            described.append(Output(passes=placeholders.index(node), order=back, strides=strides))
-            continue
-        first[node] = number
-        kept.append(node)
-        shape = node.meta["val"].shape
-        static = all(isinstance(size, int) for size in shape)
-        dynamic = dynamic or not static
-        shapes.append(shape)
-        shape = tuple(shape) if static else None
-        described.append(Output("", onnx_type(value.dtype), shape, back, strides))
-    output.args = (tuple(kept),)
-    return described, size_function(given, shapes) if dynamic else ""
+            made = replace(made, copy_of=first[node])
+        elif node in placeholders:
+            made = replace(made, passes=placeholders.index(node))
+        else:
+            first[node] = number
+            shapes.append(node.meta["val"].shape)
+            static = tuple(shapes[-1]) if _is_static(shapes[-1]) else None
+            made = replace(made, onnx_type=onnx_type(value.dtype), shape=static)
+        described.append(made)
+    output.args = (tuple(first),)
+    for number, found in enumerate(described):
+        if found is not None and found.strides is not None and not _is_static(found.strides):
+            described[number] = replace(found, strides=None, strides_at=len(shapes))
+            shapes.append(found.strides)
+    symbolic = not all(map(_is_static, shapes))
+    return described, size_function(given, shapes) if symbolic else ""
 
 
-def _known(stride: Any) -> int:
-    if isinstance(stride, int):
-        return stride
-    raise fuseboard.LoweringError("an output has symbolic strides that aren't a dense tensor's")
+def _order_and_strides(value: torch.Tensor) -> Output:
+    order = permutation(value)
+    if order is None:
+        return Output(strides=tuple(value.stride()))
+    return Output() if order == tuple(range(value.dim())) else Output(order=inverse(order))
+
+
+def _is_static(numbers: Sequence[Any]) -> bool:
+    return all(isinstance(number, int) for number in numbers)
 
 
 def _named_outputs(outputs: Sequence[Output | None], names: Sequence[str]) -> list[Output | None]:
-    import dataclasses
-
     given = iter(names)
     return [
-        dataclasses.replace(value, name=next(given))
+        replace(value, name=next(given))
         if value is not None and value.copy_of is None and value.passes is None
         else value
         for value in outputs

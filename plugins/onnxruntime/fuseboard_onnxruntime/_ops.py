@@ -48,26 +48,28 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     # gradients of these
     (
         "tanh_backward sigmoid_backward silu_backward gelu_backward threshold_backward "
-        "hardtanh_backward leaky_relu_backward _softmax_backward_data _log_softmax_backward_data",
+        "hardtanh_backward leaky_relu_backward",
         when.floats_only,
     ),
+    ("_softmax_backward_data _log_softmax_backward_data", when.softmax_gradient),
     # reductions
-    ("sum sum.dim_IntList cumsum", None),
+    ("sum sum.dim_IntList cumsum", when.short),
     ("mean mean.dim", when.mean_of),
     ("var.correction std.correction var_mean.correction", when.variance),
     ("linalg_vector_norm", when.norm_order),
     ("amax amin argmax argmin", when.extremes),
     ("any.dim all all.dim", when.not_empty),
     ("any", when.not_empty),
-    ("logsumexp", when.mean_of),
+    ("logsumexp", when.extent),
     ("_softmax _log_softmax", when.not_empty),
     # shapes
     (
         "view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims expand permute t "
-        "transpose.int select.int slice.Tensor alias clone lift_fresh_copy split.Tensor "
+        "transpose.int select.int slice.Tensor alias clone lift_fresh_copy "
         "split_with_sizes unbind.int repeat flip roll cat stack _to_copy",
         None,
     ),
+    ("split.Tensor", when.known_parts),
     ("constant_pad_nd", when.zero_dims),
     ("tril triu", when.matrices),
     ("select_backward slice_backward", None),
@@ -80,7 +82,7 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     # looking up
     ("embedding index_select gather", None),
     ("index.Tensor", when.real_index),
-    ("nll_loss_forward nll_loss_backward", None),
+    ("nll_loss_forward nll_loss_backward", when.items),
     # products
     ("addmm mm bmm baddbmm", when.floats_only),
     ("convolution", when.convolution),
@@ -88,8 +90,9 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     ("_scaled_dot_product_flash_attention_for_cpu_backward", when.attention_backward),
     # norms and pools
     ("_native_batch_norm_legit_no_training", when.batch_norm),
-    ("_native_batch_norm_legit_functional native_batch_norm_backward", when.batch_norm),
-    ("native_layer_norm native_layer_norm_backward", when.layer_norm),
+    ("_native_batch_norm_legit_functional native_batch_norm_backward", when.statistics),
+    ("native_layer_norm", when.layer_norm),
+    ("native_layer_norm_backward", when.rows),
     ("native_group_norm", when.batch_norm),
     ("max_pool2d_with_indices", when.pooling),
     ("avg_pool2d", when.average_pooling),

@@ -37,10 +37,31 @@ def make_session(
         packs them; they are copied.
     :param names: of these inputs.
     """
-    import onnxruntime
-
     if not model.proto:
         return None
+    settings = _settings(options)
+    proto = model.proto
+    if weights:
+        proto = with_initializers(proto, names, weights)
+        values = [_ort_value(weight) for weight in weights]
+        settings.add_external_initializers(list(names), values)
+    return _session(proto, settings, options)
+
+
+def load_session(path: str, options: Options) -> Any:
+    """A session of a model in a file."""
+    return _session(path, _settings(options), options)
+
+
+def _session(model: Any, settings: Any, options: Options) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(model, settings, providers=list(options.providers))
+
+
+def _settings(options: Options) -> Any:
+    import onnxruntime
+
     settings = onnxruntime.SessionOptions()
     settings.graph_optimization_level = getattr(
         onnxruntime.GraphOptimizationLevel, LEVELS[options.optimization]
@@ -52,12 +73,7 @@ def make_session(
     settings.add_session_config_entry("session.intra_op.allow_spinning", spinning)
     # What spins after a call takes time from what torch runs next.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
-    proto = model.proto
-    if weights:
-        proto = with_initializers(proto, names, weights)
-        values = [_ort_value(weight) for weight in weights]
-        settings.add_external_initializers(list(names), values)
-    return onnxruntime.InferenceSession(proto, settings, providers=list(options.providers))
+    return settings
 
 
 def _ort_value(weight: torch.Tensor) -> Any:
@@ -105,7 +121,8 @@ class Runner:
 
     def __call__(self, session: Any, args: Sequence[Any]) -> tuple[Any, ...]:
         if session is None:
-            return tuple(output and _finished(output, (), 0, args) for output in self._outputs)
+            sizes = self._sizes(args) if self._sizes is not None else ()
+            return tuple(out and _finished(out, (), 0, args, sizes) for out in self._outputs)
         binding = session.io_binding()
         bind = binding.bind_input
         held = []
@@ -119,13 +136,14 @@ class Runner:
                 value = value.contiguous()
             held.append(value)  # until the call is over
             bind(spec.name, "cpu", 0, kind, value.shape, value.data_ptr() or _SOMEWHERE)
-        shapes = iter(self._sizes(args)) if self._sizes is not None else None
+        sizes = self._sizes(args) if self._sizes is not None else ()
+        shapes = iter(sizes)
         made: list[Any] = []
         for output in self._outputs:
             if output is None or not output.name:
                 made.append(None)
                 continue
-            shape = next(shapes) if shapes is not None else output.shape
+            shape = next(shapes) if sizes else output.shape
             result = torch.empty(shape, dtype=TORCH_TYPES[output.onnx_type])
             made.append(result)
             address = result.data_ptr() or _SOMEWHERE
@@ -133,12 +151,14 @@ class Runner:
             binding.bind_output(output.name, "cpu", 0, kind, shape, address)
         session.run_with_iobinding(binding)
         return tuple(
-            None if output is None else _finished(output, made, number, args)
+            None if output is None else _finished(output, made, number, args, sizes)
             for number, output in enumerate(self._outputs)
         )
 
 
-def _finished(output: Output, made: Sequence[Any], number: int, args: Sequence[Any]) -> Any:
+def _finished(
+    output: Output, made: Sequence[Any], number: int, args: Sequence[Any], sizes: Sequence[Any]
+) -> Any:
     """A result in torch's dimensions and strides."""
     if output.passes is not None:
         value = args[output.passes].clone(memory_format=torch.contiguous_format)
@@ -148,7 +168,13 @@ def _finished(output: Output, made: Sequence[Any], number: int, args: Sequence[A
         value = made[number]
     if output.order is not None:
         value = value.permute(output.order)
-    if output.strides is not None:
-        strided = torch.empty_strided(value.shape, output.strides, dtype=value.dtype)
-        value = strided.copy_(value)
-    return value
+    if output.strides_at is not None:
+        return _strided(value, sizes[output.strides_at])
+    return value if output.strides is None else _strided(value, output.strides)
+
+
+def _strided(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy with other strides; what is expanded (stride 0) is there once."""
+    once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    memory = torch.empty_strided(once.shape, strides, dtype=value.dtype).copy_(once)
+    return memory.as_strided(value.shape, strides)

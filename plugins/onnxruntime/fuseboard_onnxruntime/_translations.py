@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -100,11 +101,30 @@ def translations() -> dict[Any, Callable[..., Any]]:
         result, *_ = op.LayerNormalization(input, weight, bias, axis=axis, epsilon=eps)
         return result
 
+    def gelu(self, approximate="none"):
+        """In the order of operands in which ONNX Runtime knows it as one op."""
+        half, one = (op.CastLike(number, self) for number in (0.5, 1.0))
+        if approximate == "tanh":
+            cube = op.Pow(self, op.CastLike(3.0, self))
+            inner = op.Add(self, op.Mul(op.CastLike(0.044715, self), cube))
+            inner = op.Tanh(op.Mul(op.CastLike(math.sqrt(2 / math.pi), self), inner))
+            return op.Mul(op.Mul(self, half), op.Add(inner, one))
+        inner = op.Erf(op.Div(self, op.CastLike(math.sqrt(2), self)))
+        return op.Mul(op.Mul(self, op.Add(inner, one)), half)
+
+    def split(self, split_size, dim=0):
+        """As slices: ONNX's Split gives a sequence where the number of parts isn't known."""
+        size = self.shape[dim]
+        count = -(-int(size) // split_size)
+        return [_part(op, self, i * split_size, (i + 1) * split_size, dim) for i in range(count)]
+
     def sym_numel(self):
         return op.Size(self)
 
     return {
         aten.sym_numel.default: sym_numel,
+        aten.split.Tensor: split,
+        aten.gelu.default: gelu,
         aten.max_pool2d_with_indices.default: max_pool,
         aten.scaled_dot_product_attention.default: attention,
         aten.layer_norm.default: layer_norm,
@@ -128,6 +148,11 @@ def _causal_mask(op: Any, query: Any, key: Any) -> Any:
     later = op.Greater(positions(key), rows)
     nothing = op.CastLike(op.Constant(value_float=0.0), query)
     return op.Where(later, op.CastLike(op.Constant(value_float=float("-inf")), query), nothing)
+
+
+def _part(op: Any, value: Any, start: int, end: int, dim: int) -> Any:
+    places = [op.Constant(value_ints=[place]) for place in (start, end, dim)]
+    return op.Slice(value, *places)
 
 
 def _both(value: Any) -> list[int]:
