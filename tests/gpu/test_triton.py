@@ -77,7 +77,14 @@ def pointwise(x, y):
 
 def rows(x, y):
     return (
-        *(x.sum(-1), x.mean(-1), x.amax(-1), x.argmax(-1), x.max(-1).values, x.var(-1)),
+        *(
+            x.sum(-1),
+            x.mean(-1),
+            x.amax(-1),
+            x.argmax(-1),
+            x.max(-1).values,
+            x.var(-1, correction=0),
+        ),
         *(torch.softmax(x, -1), torch.log_softmax(y, -1), F.layer_norm(x + y, x.shape[-1:])),
         (x > 0).any(-1),
     )

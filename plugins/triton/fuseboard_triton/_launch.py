@@ -89,7 +89,7 @@ class Launcher:
     ) -> None:
         """
         :param symbols: those whose numbers follow the tensors in a call.
-        :param layout: the sizes and strides of an output.
+        :param layout: the sizes and strides of what is read or made.
         """
         self.__name__ = source.name
         self.__module__ = "triton"
@@ -100,6 +100,8 @@ class Launcher:
         self._outputs = [(*layout(value), value.dtype) for value in source.outputs]
         names = {symbol: f"s{number}" for number, symbol in enumerate(symbols)}
         self._numbers = _evaluator(self._sizes(), names)
+        self._layouts = _evaluator(tuple(layout(value) for value in source.inputs), names)
+        self._checked = False
 
     def _sizes(self) -> tuple[Any, ...]:
         """Everything that a call has to know, as one nested tuple of sizes."""
@@ -114,6 +116,8 @@ class Launcher:
 
     def __call__(self, *args: Any) -> list[torch.Tensor]:
         tensors, symbols = args[: self._count], args[self._count :]
+        if not self._checked:
+            self._check(tensors, symbols)
         layouts, numbers, outer, reduced, extents = self._numbers(*symbols)
         outputs = [
             torch.empty_strided(size, stride, dtype=dtype, device=self.device)
@@ -122,6 +126,20 @@ class Launcher:
         if outer:
             self._launch([*tensors, *outputs, *numbers], outer, reduced, max(extents, default=0))
         return outputs
+
+    def _check(self, tensors: Sequence[torch.Tensor], symbols: Sequence[int]) -> None:
+        """Hold the first call's tensors against the strides that are in the kernel.
+
+        :raises RuntimeError: an op before it made something else than it was said to make.
+        """
+        for tensor, (sizes, strides) in zip(tensors, self._layouts(*symbols), strict=True):
+            pairs = zip(tensor.shape, tensor.stride(), sizes, strides, strict=True)
+            if any(n != size or (n > 1 and s != stride) for n, s, size, stride in pairs):
+                raise RuntimeError(
+                    f"{self.__name__} was made for sizes {sizes}, strides {strides}; it is given "
+                    f"{tuple(tensor.shape)} and {tensor.stride()}"
+                )
+        self._checked = True
 
     def _launch(self, args: list[Any], outer: int, reduced: int, extent: int) -> None:
         import triton.language as tl

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fuseboard_triton import _split
 
+from fuseboard_triton import _split
 from tests.plugins.triton_interpreted.lowering import lower
 from tests.support.values import assert_closer, rnd
 
