@@ -119,6 +119,36 @@ def test_generated(function, dtype, target, tmp_path):
         check(kernel, tmp_path, vector=large)
 
 
+def test_symbolic_sizes(tmp_path):
+    """Sizes and numbers as arguments; loops over rows and columns; integers, single numbers."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from fuseboard_triton._launch import function_of
+    from fuseboard_triton._lower import plan_region, sources_of
+
+    def function(x, k, number):
+        return (
+            *(torch.softmax(x * number, -1), x.mean(-1), x.sum(0), k.amax(1), (k > 2).all(0)),
+            *(x.argmax(-1), torch.where(k > 0, x, number).sum(), torch.maximum(k, k * 2)),
+        )
+
+    x, k, number = torch.empty(64, 96), torch.empty(64, 96, dtype=torch.int32), torch.empty(())
+    graph = make_fx(function, tracing_mode="symbolic")(x, k, number)
+    sources = sources_of(plan_region(graph))
+    assert any(source.numbers for source in sources)
+    for source in sources:
+        types = [POINTERS[value.dtype] for value in (*source.inputs, *source.outputs)]
+        types += ["i32"] * len(source.numbers)
+        texts = {source.looped: 32, source.persistent: 128}
+        for text, block in texts.items():
+            if not text:
+                continue
+            constants = {"INDEX": tl.int32, "XBLOCK": 16}
+            if source.reduced is not None:
+                constants["RBLOCK"] = block
+            check(compiled(function_of(text), types, constants, 90, 4), tmp_path, vector=False)
+
+
 def test_indices_of_64_bits(tmp_path):
     """Tensors of more than 2**31 elements are reached with wide indices."""
     from fuseboard_triton._launch import NARROW, function_of

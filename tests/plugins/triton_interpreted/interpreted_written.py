@@ -16,8 +16,9 @@ from fuseboard_triton.kernels import (
 from tests.support.values import assert_closer, rnd
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-#: One element; no aligned tile; a power of two.
-SHAPES = [(1, 1), (2, 3, 37), (5, 64)]
+#: No aligned tile, in every dtype; one element and a power of two.
+CASES = [((2, 3, 37), dtype) for dtype in DTYPES]
+CASES += [((1, 1), torch.float32), ((5, 64), torch.float32)]
 
 
 def exactly(*values):
@@ -43,9 +44,8 @@ def check(kernel, reference, *args) -> None:
             torch.testing.assert_close(arg, old, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_rms_norm(shape, weighted, dtype):
     """RMS norm, with and without a weight, and its gradients."""
     x, grad = rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
@@ -55,9 +55,8 @@ def test_rms_norm(shape, weighted, dtype):
     check(rms_norm.rms_norm_backward, rms_norm.reference_backward, grad, x, weight, rstd)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_layer_norm(shape, weighted, dtype):
     """Layer norm, with and without weight and bias, and its gradients."""
     x, grad = 3 + rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
@@ -98,9 +97,8 @@ def test_gated(activation, dtype):
     check(gated.gated, gated.reference, gate.contiguous(), up.contiguous(), activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("longest", [16384, 16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_softmax(shape, longest, dtype):
     """Rows that are held in registers, and rows that take two passes."""
     x, grad = 4 * rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
