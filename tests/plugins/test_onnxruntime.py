@@ -21,7 +21,6 @@ from tests.support.values import assert_closer, rnd, strides
 pytest.importorskip("onnxruntime", reason="needs the extra onnxruntime")
 
 import fuseboard_onnxruntime as plugin
-from fuseboard_onnxruntime import _availability
 
 BACKENDS = ("onnxruntime", "eager")
 
@@ -416,11 +415,11 @@ def test_missing_packages_are_named(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return "1.20.1" if name == "onnxruntime" else "1.23.0"
 
-    monkeypatch.setattr(_availability.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     info = plugin.fuseboard_backend()
     assert not info.available
     assert "onnxscript isn't installed" in info.reason
-    assert "onnxruntime is 1.20.1, needed: 1.22 or later" in info.reason
+    assert "onnxruntime 1.20.1 isn't supported, only 1.22 or later" in info.reason
     assert info.reason.endswith("pip install 'fuseboard[onnxruntime]'")
 
 

@@ -29,6 +29,9 @@ from fuseboard_onnxruntime._ops import TABLE, table
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
 DTYPES = plugin.fuseboard_backend().dtypes
 
+SIZES = {"no rows": [cases.within(0, 6)], "symbolic": [cases.within(5, 7)]}
+POINTWISE = frozenset(list(cases.UNARY)[: list(cases.UNARY).index("zeros_like")])
+
 
 @dataclass(frozen=True)
 class Result:
@@ -44,9 +47,9 @@ def inputs_of(name: str) -> dict[str, list[torch.Tensor]]:
     if kind == "one":
         return {
             "transposed": [cases.within(7, 4).t()],
-            "no rows": [cases.within(0, 6)],
             "NaN and infinities": [cases.SPECIAL],
-            "symbolic": [cases.within(5, 7)],
+            # To ops of one element at a time sizes don't matter.
+            **({} if op in POINTWISE else SIZES),
         }
     if kind == "two":
         return {
@@ -188,7 +191,7 @@ def test_a_case_is_declined_with_a_reason_or_right(name):
 
 
 def test_the_sweep_is_large():
-    """At least 250 cases run, and each declined one is known by its reason."""
+    """Most cases run; each declined one is known by its reason."""
     results = [result for name in NAMES for result in sweep(name).values()]
     ran = sum(isinstance(result, Result) and not result.declined for result in results)
     assert ran >= 600

@@ -18,7 +18,6 @@ from fuseboard_onnxruntime._options import Options
 def fuseboard_backend() -> fuseboard.BackendInfo:
     """Forward, backward and inference on the CPU, in float32, with symbolic sizes."""
     reason = _availability.why_unavailable()
-    installed = ", ".join(f"{name} {at}" for name, at in _availability.versions().items())
     return fuseboard.BackendInfo(
         name="onnxruntime",
         device_types=frozenset({"cpu"}),
@@ -29,7 +28,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         by_request=True,
         available=not reason,
         reason=reason,
-        fingerprint=installed,
+        fingerprint="" if reason else _availability.fingerprint(),
         options=Options,
     )
 

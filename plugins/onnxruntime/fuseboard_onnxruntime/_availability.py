@@ -1,46 +1,28 @@
-"""Whether the packages are there; nothing of them is imported."""
+"""The packages that this plugin needs; nothing of them is imported."""
 
 from __future__ import annotations
 
-from importlib import metadata
+from functools import cache
 
-#: Package → lowest version that is supported.
-NEEDED = {"onnx": (1, 19), "onnxruntime": (1, 22), "onnxscript": (0, 5)}
-#: Distributions that bring the module onnxruntime.
-RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
+import fuseboard
 
-_PIP = "pip install 'fuseboard[onnxruntime]'"
-
-
-def versions() -> dict[str, str]:
-    """What is installed of the needed packages: package → version."""
-    found = {}
-    for package in NEEDED:
-        for name in RUNTIMES if package == "onnxruntime" else (package,):
-            try:
-                found[package] = metadata.version(name)
-                break
-            except metadata.PackageNotFoundError:
-                continue
-    return found
+ENGINES = (
+    fuseboard.Engine("onnx", at_least="1.19"),
+    fuseboard.Engine(
+        "onnxruntime",
+        at_least="1.22",
+        distributions=("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"),
+    ),
+    fuseboard.Engine("onnxscript", at_least="0.5"),
+)
 
 
 def why_unavailable() -> str:
     """What is missing or too old, or an empty string."""
-    there = versions()
-    problems = []
-    for package, least in NEEDED.items():
-        wanted = ".".join(map(str, least))
-        if package not in there:
-            problems.append(f"{package} isn't installed")
-        elif _parsed(there[package]) < least:
-            problems.append(f"{package} is {there[package]}, needed: {wanted} or later")
-    return f"{'; '.join(problems)}: {_PIP}" if problems else ""
+    return fuseboard.why_unavailable(*ENGINES, install="pip install 'fuseboard[onnxruntime]'")
 
 
-def _parsed(version: str) -> tuple[int, ...]:
-    parts = []
-    for part in version.split(".")[:2]:
-        digits = "".join(ch for ch in part if ch.isdigit())
-        parts.append(int(digits or 0))
-    return tuple(parts)
+@cache
+def fingerprint() -> str:
+    """What is installed: models and their numbers depend on it."""
+    return ", ".join(f"{engine.name} {engine.version}" for engine in ENGINES)

@@ -90,7 +90,8 @@ def fuse(graph: GraphModule, region: fuseboard.Region) -> list[fuseboard.Fusion]
 def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
     """``run_session(signature, session_of(*weights), *others)`` in place of everything.
 
-    The signature stands for what was there, in keys of caches.
+    The signature stands for what was there, in keys of caches: both functions hold values of
+    their own.
     """
 
     def session_of(*weights: torch.Tensor) -> torch.Tensor:
@@ -99,6 +100,7 @@ def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
     def run_session(*args: Any) -> Any:
         raise AssertionError("a rewritten region is lowered, never run as a graph")
 
+    session_of.cache_key = run_session.cache_key = signature  # type: ignore[attr-defined]
     run_session.plan = plan  # type: ignore[attr-defined]
     placeholders = graph.graph.find_nodes(op="placeholder")
     output = graph.graph.output_node()
