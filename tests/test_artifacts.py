@@ -191,6 +191,34 @@ def test_unknown_values_that_are_built_in_have_no_key():
         region_key(region_of(torch.relu, torch.randn(3)), BackendInfo("fake"), None, None)
 
 
+def test_functions_with_values_of_their_own_need_a_key():
+    """A closure looks like any other of its kind; its ``cache_key`` tells them apart."""
+
+    def scaling(factor):
+        def scale(x):
+            return x * factor
+
+        return scale
+
+    def key_with(function):
+        region = region_of(torch.relu, torch.randn(3))
+        (node,) = region.graph.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.relu.default
+        )
+        node.target = function
+        return parts_of(region)
+
+    with pytest.raises(NotCacheable, match="the function that relu calls"):
+        key_with(scaling(2))
+    keys = []
+    for factor in (2, 3):
+        scale = scaling(factor)
+        scale.cache_key = str(factor)
+        keys.append(key_with(scale))
+    assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"functions"}
+    assert key_with(content_hash).keys() == PARTS.keys() - {"gpu"}  # a module's function
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ def region_key(
         "threads": f"{torch.get_num_threads()}",
         "numerics": numerics(),
     }
+    own_keys = [getattr(node.target, "cache_key", None) for node in region.graph.graph.nodes]
+    if any(isinstance(own, str) for own in own_keys):
+        parts["functions"] = " ".join(own for own in own_keys if isinstance(own, str))
     devices = {leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
     if any(device.type == "cuda" for device in devices):
         parts["gpu"] = gpu()
@@ -86,13 +90,26 @@ def _nameless(graph: GraphModule) -> Iterator[str]:
             elif not isinstance(held, torch.Tensor | int | float | str | None):
                 yield f"the constant {target} of type {type(held).__name__}"
         elif node.op == "call_function":
-            if isinstance(target, torch._ops.HigherOrderOperator) and not torch_internals.cacheable(
-                target
-            ):
-                yield f"the operator {target}"
+            if not _has_a_name(target):
+                yield f"the function that {node.name} calls, {target!r},"
             for leaf in tree_leaves((node.args, node.kwargs)):
                 if not isinstance(leaf, Node) and " at 0x" in repr(leaf):
                     yield f"an argument of {node.name} of type {type(leaf).__name__}"
+
+
+def _has_a_name(target: Any) -> bool:
+    """Whether another process finds the same function, or it says what it is good for.
+
+    One that is made in another function holds values of its own. It may have a string ``cache_key``
+    that stands for these.
+    """
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return torch_internals.cacheable(target)
+    if isinstance(target, torch._ops.OpOverload | BuiltinFunctionType | MethodDescriptorType):
+        return True
+    if isinstance(target, FunctionType) and "<" not in target.__qualname__:
+        return True
+    return isinstance(getattr(target, "cache_key", None), str)
 
 
 def _views(graph: GraphModule) -> tuple[tuple[bool, bool], ...]:
