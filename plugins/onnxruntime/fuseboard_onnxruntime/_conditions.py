@@ -235,6 +235,8 @@ def _why_odd_heads(query: Any, key: Any, value: Any, mask: Any) -> str | None:
     assert q is not None
     assert k is not None
     assert v is not None
+    if not isinstance(q.shape[-1], int):
+        return "heads of symbolic size"
     if not all(known_equal(q.shape[d], other.shape[d]) for other in (k, v) for d in (0, 1)):
         return "queries, keys and values may differ in batch or heads"
     full = (*q.shape[:3], k.shape[2])
