@@ -555,3 +555,174 @@ case(
 )
 case("dropout", lambda x: F.dropout(x, 0.5), (9,), declined=True)
 case("rand", lambda x: x + torch.rand_like(x), (9,), declined=True)
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def gradient(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients of a weighted sum of a program's result by its floating inputs."""
+
+    def backward(*inputs: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = [
+                one.detach().requires_grad_() if one.is_floating_point() else one for one in inputs
+            ]
+            result = call(*leaves)
+            weights = torch.arange(result.numel(), dtype=result.dtype).reshape(result.shape)
+            wanted = [one for one in leaves if one.is_floating_point()]
+            return torch.autograd.grad((result * (weights / result.numel() + 0.5)).sum(), wanted)
+
+    return backward
+
+
+for name in (
+    "gelu",
+    "silu",
+    "softplus",
+    "elu",
+    "leaky_relu",
+    "hardswish",
+    "hardsigmoid",
+    "mish",
+    "hardtanh",
+    "relu",
+    "sigmoid",
+    "tanh",
+    "logsigmoid",
+):
+    case(f"grad {name}", gradient(getattr(F, name)), (5, 33))
+case("grad gelu/tanh", gradient(lambda x: F.gelu(x, approximate="tanh")), (5, 33))
+case("grad prelu", gradient(F.prelu), (9, 4, 3), (4,))
+case("grad glu", gradient(lambda x: F.glu(x, -1)), (9, 8))
+case("grad softmax", gradient(lambda x: x.softmax(-1)), (9, 40))
+case("grad log_softmax", gradient(lambda x: x.log_softmax(1)), (4, 7, 5))
+case("grad layer_norm", gradient(lambda x, w: F.layer_norm(x, (33,), w, w)), (4, 7, 33), (33,))
+case("grad group_norm", gradient(lambda x, w: F.group_norm(x, 2, w, w)), (3, 4, 5, 6), (4,))
+case(
+    "grad batch_norm",
+    gradient(
+        lambda x, w: aten._native_batch_norm_legit_functional(
+            x, w, w, w.detach(), w.detach().abs(), True, 0.1, 1e-5
+        )[0]
+    ),
+    (5, 4, 6),
+    (4,),
+)
+case("grad cross_entropy", gradient(F.cross_entropy), (9, 5), places(9, high=5))
+case("grad mse_loss", gradient(F.mse_loss), (9, 5), (9, 5))
+case("grad smooth_l1_loss", gradient(F.smooth_l1_loss), (9, 5), (9, 5))
+case("grad huber_loss", gradient(F.huber_loss), (9, 5), (9, 5))
+case(
+    "grad bce",
+    gradient(lambda x: F.binary_cross_entropy(x, x.detach() * 0.5)),
+    lambda: draw(9, 5, low=0.1, high=0.9),
+)
+case("grad linear", gradient(F.linear), (7, 9), (5, 9), (5,))
+case(
+    "grad conv2d",
+    gradient(lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1)),
+    (2, 3, 9, 8),
+    (4, 3, 3, 3),
+    (4,),
+)
+case("grad conv1d", gradient(lambda x, w: F.conv1d(x, w, groups=2)), (2, 4, 9), (6, 2, 3))
+case("grad max_pool2d", gradient(lambda x: F.max_pool2d(x, 3, 2, 1)), (2, 3, 9, 8))
+case("grad avg_pool2d", gradient(lambda x: F.avg_pool2d(x, 3, 2, 1)), (2, 3, 9, 8))
+case("grad adaptive_avg_pool2d", gradient(lambda x: F.adaptive_avg_pool2d(x, (3, 2))), (2, 3, 9, 8))
+case("grad upsample nearest", gradient(lambda x: F.interpolate(x, size=(7, 9))), (2, 3, 4, 5))
+case(
+    "grad upsample bilinear",
+    gradient(lambda x: F.interpolate(x, size=(7, 9), mode="bilinear")),
+    (2, 3, 4, 5),
+)
+case("grad embedding", gradient(lambda i, w: F.embedding(i, w)), places(3, 4, high=9), (9, 5))
+case("grad slice", gradient(lambda x: x[1:, ::2] * x[0, 3]), (4, 6))
+case("grad unfold", gradient(lambda x: x.unfold(1, 3, 2)), (4, 9))
+case("grad index", gradient(lambda x, i: x[i]), (9, 5), places(6, high=9))
+case(
+    "grad attention",
+    gradient(lambda q, k, v: F.scaled_dot_product_attention(q, k, v)),
+    (2, 3, 7, 8),
+    (2, 3, 7, 8),
+    (2, 3, 7, 8),
+)
+
+# --- overloads that the functions above don't reach ----------------------------------------------
+
+for name in ("add", "sub", "mul", "div"):
+    case(
+        f"{name}.Scalar",
+        lambda x, n=name: getattr(aten, n).Scalar(x, 3),
+        lambda: draw(9, dtype=I64),
+    )
+for name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+    case(
+        f"{name}.Scalar",
+        lambda x, n=name: getattr(aten, n).Scalar(x, 6),
+        lambda: draw(9, dtype=I64),
+    )
+case(
+    "shifts.Tensor_Scalar",
+    lambda x: (
+        aten.bitwise_left_shift.Tensor_Scalar(x, 3),
+        aten.bitwise_right_shift.Tensor_Scalar(x, 1),
+    ),
+    lambda: draw(9, dtype=I64),
+)
+case("clamp_max", lambda x: (aten.clamp_max(x, 0.5), aten.clamp_min(x, 0.5)), special)
+case(
+    "made of numbers",
+    lambda x: (
+        x + aten.full_like(x, 2),
+        aten.new_ones(x, [2]),
+        torch.ones(2) + x[0],
+        torch.zeros(2) + x[0],
+        torch.eye(3) + x[0],
+    ),
+    (4,),
+)
+case(
+    "alias view split",
+    lambda x: (aten.alias(x) * 2, aten.view(x, [6, 4]) * 2, aten.split.Tensor(x, 3, 1)[1] * 2),
+    (4, 6),
+)
+case(
+    "prims",
+    lambda x: (
+        torch.ops.prims.convert_element_type(x, F64)
+        + torch.ops.prims.iota(5, start=2, step=3, dtype=I64, device="cpu", requires_grad=False)
+    ),
+    (5,),
+)
+case(
+    "any all dims",
+    lambda x: (torch.any(x, (0, 2)), torch.all(x, (0, 1))),
+    lambda: draw(2, 3, 4, dtype=BOOL),
+)
+case("masked_fill/tensor", lambda x, v: x.masked_fill(x > 0, v), (9,), lambda: draw())
+case("addmv", torch.addmv, (7,), (7, 9), (9,))
+case("scatter/value", lambda x, i: x.scatter(1, i, 2.5), (9, 5), lambda: torch.tensor([[0, 3]]))
+case(
+    "scatter_reduce",
+    lambda x, i, y: x.scatter_reduce(1, i, y, "amax"),
+    (9, 5),
+    places(9, 3, high=5),
+    (9, 3),
+)
+case(
+    "index_copy",
+    lambda x, i, y: x.index_copy(0, i, y),
+    (9, 5),
+    lambda: torch.tensor([3, 1]),
+    (2, 5),
+)
+case("sort/stable", lambda x: x.sort(dim=1, stable=True), lambda: draw(9, 33, dtype=I64))
+case(
+    "unsafe_index_put",
+    lambda x, i, y: aten._unsafe_index_put(x, [i], y),
+    (9, 5),
+    lambda: torch.tensor([3, 1]),
+    (2, 5),
+)
+case("fill", lambda x: aten.fill(x, 2.5), (3, 4))
+case("infinities", lambda x: (torch.isposinf(x), torch.isneginf(x)), special)

@@ -38,7 +38,7 @@ def why_not_stored() -> str:
 
 
 def pack(stored: Stored) -> bytes:
-    """Header, constants and library, each after its length; the executable is one that was built."""
+    """Header, constants and library, each after its length."""
     outputs = [asdict(output) for output in stored.outputs]
     header = {"given": [asdict(one) for one in stored.given], "outputs": outputs}
     constants = io.BytesIO()

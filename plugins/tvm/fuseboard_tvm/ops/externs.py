@@ -106,17 +106,15 @@ def _register(names: str, out: bool = False) -> None:
 
 
 _register("mm addmm bmm baddbmm", out=True)
-_register("addmv mv dot vdot convolution convolution_backward")
+_register("addmv mv dot convolution convolution_backward")
 _register("_scaled_dot_product_flash_attention_for_cpu")
 _register("_scaled_dot_product_flash_attention_for_cpu_backward")
 _register("max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward")
-_register("max_pool3d_with_indices avg_pool1d avg_pool3d adaptive_avg_pool2d")
-_register("_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d")
+_register("_adaptive_avg_pool2d _adaptive_avg_pool2d_backward")
 _register("embedding embedding_dense_backward index.Tensor index_select gather take")
-_register("index_put scatter.src scatter.value scatter_add scatter_reduce.two index_add")
-_register("_unsafe_index.Tensor _unsafe_index_put index_copy index_fill.int_Scalar")
-_register("cumsum cumprod logcumsumexp sort sort.stable topk nonzero_static bucketize.Tensor")
-_register("upsample_nearest2d.vec upsample_bilinear2d.vec upsample_nearest2d upsample_bilinear2d")
-_register("upsample_nearest2d_backward upsample_bilinear2d_backward grid_sampler_2d _cdist_forward")
+_register("index_put scatter.src scatter.value scatter_add scatter_reduce.two index_add index_copy")
+_register("_unsafe_index.Tensor _unsafe_index_put cumsum cumprod sort sort.stable topk")
+_register("upsample_nearest2d upsample_nearest2d_backward")
+_register("upsample_bilinear2d upsample_bilinear2d_backward")
 
 __all__ = ["copied", "laid_out"]

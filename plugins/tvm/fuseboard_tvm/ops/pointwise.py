@@ -200,7 +200,7 @@ def _bool_sum(node: Node) -> str | None:
 
 register("add.Tensor add.Scalar", Op(_sum_of(1, False), _bool_sum))
 register("sub.Tensor sub.Scalar", Op(_sum_of(-1, False), _bool_sum))
-register("rsub.Tensor rsub.Scalar", Op(_sum_of(-1, True), _bool_sum))
+register("rsub.Scalar", Op(_sum_of(-1, True), _bool_sum))
 
 
 def _product(bind: Any, x: Any, y: Any) -> Any:
@@ -212,7 +212,7 @@ _plain("div.Tensor div.Scalar", "self other", _simple(s.divide), "INT_TO_FLOAT",
 _plain("atan2", "self other", _library("atan2"), "INT_TO_FLOAT", cost=60, library=_FLOATS)
 _plain("hypot", "self other", _library("hypot"), cost=20, why_not=_float_only, library=_FLOATS)
 _plain(
-    "copysign.Tensor copysign.Scalar",
+    "copysign.Tensor",
     "self other",
     _library("copysign"),
     "INT_TO_FLOAT",
@@ -312,9 +312,9 @@ def _rounded_division(node: Node, a: Arguments) -> Value:
     return point(shape_of(node), result, element, *values, cost=20, scalar=scalar)
 
 
-register("div.Tensor_mode div.Scalar_mode", Op(_rounded_division, _whole_by_constant))
+register("div.Tensor_mode", Op(_rounded_division, _whole_by_constant))
 _plain(
-    "floor_divide floor_divide.Scalar",
+    "floor_divide",
     "self other",
     _whole_or(_simple(s.floor_divide), _simple(tirx.floordiv)),
     cost=20,
@@ -423,7 +423,7 @@ def _where(node: Node, a: Arguments) -> Value:
     return point(shape_of(node), result, element, condition, *sides)
 
 
-register("where.self where.ScalarSelf where.ScalarOther where.Scalar", Op(_where))
+register("where.self", Op(_where))
 
 
 def _clamp(node: Node, a: Arguments) -> Value:
@@ -443,13 +443,13 @@ def _clamp(node: Node, a: Arguments) -> Value:
     return point(shape_of(node), result, element, *values, cost=3)
 
 
-register("clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor", Op(_clamp))
+register("clamp clamp.Tensor clamp_min clamp_max", Op(_clamp))
 
 
 # --- conversions and copies ----------------------------------------------------------------------
 
 
-@emitter("clone detach alias lift_fresh_copy lift_fresh _to_copy _conj_physical")
+@emitter("clone detach alias lift_fresh_copy _to_copy")
 def _copy(node: Node, a: Arguments) -> Value:
     """The same values, in the dtype of the result."""
     return cast(a["self"], dtype_of(node))

@@ -149,15 +149,9 @@ def _spread(value: Value, axes: Sequence[int], correction: Any) -> tuple[Value, 
     return variance, mean
 
 
-def _correction(a: Arguments) -> Any:
-    if "unbiased" in a:
-        return 1 if a["unbiased"] else 0
-    return a["correction"]
-
-
 def _variance(node: Node, a: Arguments, root: bool) -> Value:
     value = a["self"]
-    variance, _ = _spread(value, _axes(a, len(value.shape)), _correction(a))
+    variance, _ = _spread(value, _axes(a, len(value.shape)), a["correction"])
     if root:
         variance = point(variance.shape, value.dtype, lambda bind, x: s.sqrt(x), variance, cost=4)
     return reshape(variance, shape_of(node))
@@ -165,7 +159,7 @@ def _variance(node: Node, a: Arguments, root: bool) -> Value:
 
 def _variance_and_mean(node: Node, a: Arguments) -> list[Value]:
     value = a["self"]
-    found = _spread(value, _axes(a, len(value.shape)), _correction(a))
+    found = _spread(value, _axes(a, len(value.shape)), a["correction"])
     shapes = [tuple(one.shape) for one in node.meta["val"]]
     return [reshape(one, shape) for one, shape in zip(found, shapes, strict=True)]
 
@@ -175,7 +169,6 @@ def _of_floats(node: Node) -> str | None:
     return None if own.is_floating_point() else f"{node.target} of {own.dtype} isn't supported"
 
 
-_VARIANTS = "{0}.correction {0}.dim {0}"
-register(_VARIANTS.format("var"), Op(lambda node, a: _variance(node, a, False), _of_floats))
-register(_VARIANTS.format("std"), Op(lambda node, a: _variance(node, a, True), _of_floats))
-register(_VARIANTS.format("var_mean"), Op(_variance_and_mean, _of_floats))
+register("var.correction", Op(lambda node, a: _variance(node, a, False), _of_floats))
+register("std.correction", Op(lambda node, a: _variance(node, a, True), _of_floats))
+register("var_mean.correction", Op(_variance_and_mean, _of_floats))

@@ -34,7 +34,7 @@ from fuseboard_tvm.ops.registry import (
 )
 
 
-@emitter("view _unsafe_view reshape unsqueeze squeeze squeeze.dim squeeze.dims _reshape_alias")
+@emitter("view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims")
 def _reshape(node: Node, a: Arguments) -> Value:
     return reshape(a["self"], shape_of(node))
 
