@@ -21,6 +21,7 @@ from tests.support.values import assert_closer, rnd, strides
 pytest.importorskip("onnxruntime", reason="needs the extra onnxruntime")
 
 import fuseboard_onnxruntime as plugin
+from fuseboard_onnxruntime import _torch_internals
 
 BACKENDS = ("onnxruntime", "eager")
 
@@ -421,6 +422,19 @@ def test_missing_packages_are_named(monkeypatch):
     assert "onnxscript isn't installed" in info.reason
     assert "onnxruntime 1.20.1 isn't supported, only 1.22 or later" in info.reason
     assert info.reason.endswith("pip install 'fuseboard[onnxruntime]'")
+
+
+def test_another_torch_is_served_by_the_public_exporter(monkeypatch):
+    """Static sizes; symbolic ones go to the next backend, with the reason."""
+    monkeypatch.setattr(_torch_internals, "has_core", lambda: False)
+    block = Block()
+    with torch.no_grad():
+        assert_close(through(block)(rnd(5, 24)), block(rnd(5, 24)))
+        assert share() == 1
+        torch._dynamo.reset()
+        ledger.clear()
+        assert_close(compiled(block, *BACKENDS, dynamic=True)(rnd(6, 24)), block(rnd(6, 24)))
+    assert "static sizes only" in all_trips()[0].error
 
 
 def test_importing_the_plugin_loads_no_engine():

@@ -26,6 +26,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         dynamic_shapes=True,
         compiles_quickly=True,
         by_request=True,
+        may_crash=True,
         available=not reason,
         reason=reason,
         fingerprint="" if reason else _availability.fingerprint(),

@@ -131,6 +131,8 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
         return Model(b"", tuple(inputs), tuple(outputs), sizes)  # nothing is computed
     try:
         model = _torch_internals.translate(plain, translations(), OPSET)
+    except fuseboard.LoweringError:
+        raise
     except Exception as error:  # torch's exporter raises its own, with causes
         raise fuseboard.LoweringError(f"no ONNX form: {_innermost(error)}") from error
     names = [value.name for value in model.graph.inputs]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+import fuseboard
+
 #: What one translation calls, with the parameters that are relied on.
 _EXPECTED = {
     ("_core", "_translate_fx_graph"): (
@@ -122,7 +124,19 @@ def _translate_core(graph: GraphModule, own: Translations, opset: int) -> Any:
 
 
 def _translate_publicly(graph: GraphModule, own: Translations, opset: int) -> Any:
-    """The same by ``torch.onnx.export``, which captures the graph a second time."""
+    """The same by ``torch.onnx.export``, which captures the graph a second time.
+
+    :raises LoweringError: the graph has symbolic sizes, which that capture would fix.
+    """
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) or not all(
+            isinstance(size, int) for size in getattr(value, "shape", ())
+        ):
+            raise fuseboard.LoweringError(
+                "symbolic sizes: torch's exporter isn't inside as it was when this was written, and "
+                "torch.onnx.export takes static sizes only"
+            )
     inputs = tuple(_example(node) for node in graph.graph.find_nodes(op="placeholder"))
     with without_fake_mode():
         program = torch.onnx.export(
