@@ -162,9 +162,16 @@ def test_one_variable_with_a_whole_table_is_the_origin_of_what_is_in_it(monkeypa
 def test_mode_applies_its_preset(given):
     """As torch's keyword or among the options, which torch allows alone."""
     settings = resolve(**given)
-    assert settings.plugins == {"inductor": {"max_autotune": True}}
+    assert settings.plugins["inductor"] == {"max_autotune": True}
     assert settings.origin("plugins.inductor.max_autotune") == "mode='max-autotune'"
     assert settings.mode == "max-autotune"
+    assert settings.plugins["cudagraphs"]["enabled"] is True
+
+
+def test_max_autotune_without_cudagraphs_leaves_them_off():
+    """As torch's mode of that name."""
+    settings = resolve(mode="max-autotune-no-cudagraphs")
+    assert settings.plugins == {"inductor": {"max_autotune": True}}
 
 
 def test_a_preset_is_below_the_options_and_above_what_came_before():

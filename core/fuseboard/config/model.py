@@ -21,7 +21,9 @@ STAGES = ("measure", "on_failure", "partition_joint", "plan", "verify")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {"plugins": {"cudagraphs": {"enabled": True}}},
-    "max-autotune": {"plugins": {"inductor": {"max_autotune": True}}},
+    "max-autotune": {
+        "plugins": {"inductor": {"max_autotune": True}, "cudagraphs": {"enabled": True}}
+    },
     "max-autotune-no-cudagraphs": {"plugins": {"inductor": {"max_autotune": True}}},
 }
 
