@@ -134,7 +134,7 @@ def _translate_publicly(graph: GraphModule, own: Translations, opset: int) -> An
             isinstance(size, int) for size in getattr(value, "shape", ())
         ):
             raise fuseboard.LoweringError(
-                "symbolic sizes: torch's exporter isn't inside as it was when this was written, and "
+                "symbolic sizes: torch's exporter isn't inside as it was when this was read, and "
                 "torch.onnx.export takes static sizes only"
             )
     inputs = tuple(_example(node) for node in graph.graph.find_nodes(op="placeholder"))
