@@ -44,6 +44,13 @@ def exclusive(a: Expr, b: Expr) -> Expr:
     return tirx.Or(tirx.And(a, tirx.Not(b)), tirx.And(tirx.Not(a), b))
 
 
+def equal(a: Expr, b: Expr) -> Expr:
+    """False where either is NaN. (TVM folds ``x == x`` to true.)"""
+    if dtype_of(a) not in FLOATS:
+        return tirx.EQ(a, b)
+    return tirx.And(tirx.EQ(a, b), tirx.Not(is_nan(a)))
+
+
 def not_equal(a: Expr, b: Expr) -> Expr:
     """True where either is NaN."""
     dtype = dtype_of(a)
@@ -127,7 +134,17 @@ def _wrapping(
 
 
 add = _wrapping(tirx.Add, _by_halves(tirx.Add))
-sub = _wrapping(tirx.Sub, _by_halves(tirx.Sub))
+_sub = _wrapping(tirx.Sub, _by_halves(tirx.Sub))
+
+
+def sub(a: Expr, b: Expr) -> Expr:
+    """A difference. TVM folds ``x - x`` to 0 and loses NaN, but not through an intrinsic."""
+    dtype = dtype_of(a)
+    if dtype in FLOATS:
+        return tirx.call_llvm_pure_intrin(dtype, "llvm.fma", b, const(-1.0, dtype), a)
+    return _sub(a, b)
+
+
 _mul = _wrapping(tirx.Mul, _long_product)
 
 

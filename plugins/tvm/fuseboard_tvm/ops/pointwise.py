@@ -233,12 +233,12 @@ _plain("fmin", "self other", _or_bool(_simple(s.fmin), _both))
 
 
 _COMPARISONS: dict[str, Compute] = {
-    "eq": _simple(tirx.EQ),
+    "eq": _simple(s.equal),
     "ne": _simple(s.not_equal),
     "lt": _simple(tirx.LT),
-    "le": _simple(tirx.LE),
+    "le": _simple(lambda x, y: tirx.Or(x < y, s.equal(x, y))),
     "gt": _simple(tirx.GT),
-    "ge": _simple(tirx.GE),
+    "ge": _simple(lambda x, y: tirx.Or(x > y, s.equal(x, y))),
 }
 
 
