@@ -112,6 +112,8 @@ class _Reader:
                 tensor = operator.attrgetter(str(node.target))(graph)
                 if not isinstance(tensor, torch.Tensor):
                     raise fuseboard.LoweringError(f"constant {node.target} isn't a tensor")
+                if _torch_internals.is_fake(tensor):
+                    raise fuseboard.LoweringError(f"the values of {node.target} aren't known")
                 position = len(self.placeholders) + len(self.program.constants)
                 self.program.constants.append(tensor)
                 self.enter(node, position, tensor)

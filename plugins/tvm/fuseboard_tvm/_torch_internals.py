@@ -14,7 +14,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-__all__ = ["decompositions", "promoted", "real_tensors"]
+__all__ = ["decompositions", "is_fake", "promoted", "real_tensors"]
 
 
 def promoted(operands: Sequence[Any], kind: str) -> torch.dtype:
@@ -31,6 +31,13 @@ def promoted(operands: Sequence[Any], kind: str) -> torch.dtype:
 def decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     """Torch's own decompositions of some ops."""
     return dict(get_decompositions(ops))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
 @contextmanager
