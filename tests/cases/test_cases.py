@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuseboard.board import board
+
 FILE = Path(__file__).with_name("cases_dev.py")
 NAMES = re.findall(r"^def (case_\w+)\(compile_fn\)", FILE.read_text(), re.M)
 
@@ -43,6 +45,17 @@ def test_all_cases_are_found():
 def test_case(cases, name, backends):
     """What eager promises holds."""
     run(cases, name, backends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["onnxruntime", "tvm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_case_with_an_engine_of_its_own(cases, name, engine):
+    """With eager for what the engine declines."""
+    (state,) = (state for state in board.states() if state.name == engine)
+    if state.state != "ready":
+        pytest.skip(state.reason)
+    run(cases, name, [engine, "eager"])
 
 
 @pytest.mark.slow
