@@ -63,3 +63,15 @@ def _constants(graph: GraphModule, prefix: str) -> Iterator[tuple[str, torch.Ten
             yield from _constants(held, f"{prefix}{node.target}.")
         elif isinstance(held, torch.Tensor):
             yield f"{prefix}{node.target}", held.detach()
+
+
+def cacheable(operator: Any) -> bool:
+    """Whether all that a higher-order operator does is in its arguments and the graphs among them.
+
+    Triton kernels of the user's are numbers of a table of this process
+    (``torch/_higher_order_ops/triton_kernel_wrap.py``), which Inductor looks up for its own keys.
+    """
+    if "triton" in getattr(operator, "__module__", "") or "triton" in str(operator):
+        return False
+    known = getattr(operator, "cacheable", None)
+    return bool(known()) if callable(known) else False

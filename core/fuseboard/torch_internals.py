@@ -389,15 +389,3 @@ def graph_module(owner: torch.nn.Module, graph: torch.fx.Graph, name: str) -> Gr
     except ImportError:
         return GraphModule(owner, graph, class_name=name)
     return _LazyGraphModule(owner, graph, class_name=name)
-
-
-def cacheable(operator: Any) -> bool:
-    """Whether all that a higher-order operator does is in its arguments and the graphs among them.
-
-    Triton kernels of the user's are numbers of a table of this process
-    (``torch/_higher_order_ops/triton_kernel_wrap.py``), which Inductor looks up for its own keys.
-    """
-    if "triton" in getattr(operator, "__module__", "") or "triton" in str(operator):
-        return False
-    known = getattr(operator, "cacheable", None)
-    return bool(known()) if callable(known) else False

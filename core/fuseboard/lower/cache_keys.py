@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from fuseboard import torch_internals, torch_symbols
+from fuseboard import torch_graphs, torch_internals, torch_symbols
 from fuseboard.contracts import BackendInfo, Region
 from fuseboard.lower.artifacts import Key
 from fuseboard.partition.signature import signature
@@ -104,7 +104,7 @@ def _has_a_name(target: Any) -> bool:
     that stands for these.
     """
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return torch_internals.cacheable(target)
+        return torch_graphs.cacheable(target)
     if isinstance(target, torch._ops.OpOverload | BuiltinFunctionType | MethodDescriptorType):
         return True
     if isinstance(target, FunctionType) and "<" not in target.__qualname__:

@@ -40,7 +40,7 @@ def watching_guards(
         problem = _problem(watch, _may_fix(session, plugin))
         if problem:
             raise LoweringError(problem)
-    except Exception:
+    except Exception:  # whatever it was: what the plugin learned is forgotten, then it is raised
         watch.undo()
         raise
     added = watch.added()

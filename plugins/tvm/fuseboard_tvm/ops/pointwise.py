@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 from tvm import tirx
 
+from fuseboard_tvm import _exponentials as exponentials
 from fuseboard_tvm import _scalar as s
 from fuseboard_tvm import _torch_internals
 from fuseboard_tvm._values import Value
@@ -125,12 +126,45 @@ for _name in (
 ):
     _plain(_name, "self", _library(_name), "INT_TO_FLOAT", cost=40, library=_FLOATS)
 
-_plain("exp", "self", lambda bind, x: s.exp(x, bind), "INT_TO_FLOAT", cost=20, library=_DOUBLE)
-_plain("log", "self", lambda bind, x: s.log(x, bind), "INT_TO_FLOAT", cost=25, library=_DOUBLE)
-_plain("tanh", "self", lambda bind, x: s.tanh(x, bind), "INT_TO_FLOAT", cost=30, library=_DOUBLE)
-_plain("erf", "self", lambda bind, x: s.erf(x, bind), "INT_TO_FLOAT", cost=30, library=_DOUBLE)
 _plain(
-    "sigmoid", "self", lambda bind, x: s.sigmoid(x, bind), "INT_TO_FLOAT", cost=22, library=_DOUBLE
+    "exp",
+    "self",
+    lambda bind, x: exponentials.exp(x, bind),
+    "INT_TO_FLOAT",
+    cost=20,
+    library=_DOUBLE,
+)
+_plain(
+    "log",
+    "self",
+    lambda bind, x: exponentials.log(x, bind),
+    "INT_TO_FLOAT",
+    cost=25,
+    library=_DOUBLE,
+)
+_plain(
+    "tanh",
+    "self",
+    lambda bind, x: exponentials.tanh(x, bind),
+    "INT_TO_FLOAT",
+    cost=30,
+    library=_DOUBLE,
+)
+_plain(
+    "erf",
+    "self",
+    lambda bind, x: exponentials.erf(x, bind),
+    "INT_TO_FLOAT",
+    cost=30,
+    library=_DOUBLE,
+)
+_plain(
+    "sigmoid",
+    "self",
+    lambda bind, x: exponentials.sigmoid(x, bind),
+    "INT_TO_FLOAT",
+    cost=22,
+    library=_DOUBLE,
 )
 _plain("sqrt", "self", _simple(s.sqrt), "INT_TO_FLOAT", cost=4)
 _plain("rsqrt", "self", lambda bind, x: s.reciprocal(s.sqrt(x)), "INT_TO_FLOAT", cost=6)
