@@ -6,8 +6,12 @@ FuseboardError
 ├── PluginError          a plugin's hook raised or answered with the wrong thing
 │   ├── HookTimeout      it didn't answer within its limit
 │   └── ContractError    it answered, but the answer breaks the hook's contract
+│       └── WrongValues  a lowered region computes something else than the graph says
 ├── LoweringError        a backend claimed a region and can't compile it (plugins raise this)
-└── RegionError          a region failed and the policy is to raise; chained to the cause
+├── CostsError           a file of measured choices can't be read, written or taken over
+├── RankError            the ranks of a distributed job don't agree, or one doesn't answer
+├── RegionError          a region failed and the policy is to raise; chained to the cause
+└── SamplingError        a profiling session can't start: no sampler, no permission, another runs
 """
 
 
@@ -50,9 +54,25 @@ class ContractError(PluginError):
     """A hook answered, but the answer breaks the contract that its docstring states."""
 
 
+class WrongValues(ContractError):
+    """A lowered region computes something else than the graph says, rounding aside."""
+
+
 class LoweringError(FuseboardError):
     """A backend claimed a region but can't compile it. Plugins raise this from ``lower``."""
 
 
+class CostsError(FuseboardError):
+    """A file of measured choices can't be read or written, or isn't one."""
+
+
+class RankError(FuseboardError):
+    """The ranks of a distributed job compile different things, or one of them doesn't answer."""
+
+
 class RegionError(FuseboardError):
     """A region failed and ``on_failure`` says to raise. ``__cause__`` is what went wrong."""
+
+
+class SamplingError(FuseboardError):
+    """A profiling session can't start, or a path for its results can't be written."""

@@ -1,0 +1,326 @@
+"""The cost database: what was measured and chosen, for later processes.
+
+``costs.sqlite3`` in the cache directory. What can't be written there (locked, read-only, of a newer
+version, a full disk) is kept in memory, which is told once, and written when that works again.
+No method of :class:`CostDatabase` raises for the file's sake, but for those that a person calls:
+``forget``, ``export`` and ``import_``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fuseboard.errors import CostsError
+from fuseboard.profile.costs_exchange import Imported, read_export, write_export
+from fuseboard.profile.costs_file import CostFile, Unusable
+from fuseboard.profile.costs_rows import (
+    PUT,
+    PUT_RECORD,
+    RECORD_ROW,
+    ROW,
+    UNLESS_SETTLED,
+    CandidateCost,
+    Damaged,
+    Decision,
+    TuningRecord,
+    decision_key,
+    differing,
+    from_row,
+    record_from_row,
+    record_row_of,
+    row_of,
+)
+
+if TYPE_CHECKING:
+    from fuseboard.config.model import Settings
+
+__all__ = [
+    "CandidateCost",
+    "CostDatabase",
+    "Decision",
+    "TuningRecord",
+    "database",
+    "decision_key",
+]
+
+log = logging.getLogger("fuseboard")
+
+T = TypeVar("T")
+
+NAME = "costs.sqlite3"
+
+
+class CostDatabase:
+    """Decisions and tuning records, in a file or in memory only. For any threads and processes.
+
+    :param path: the file; None keeps all in memory.
+    :param wait_s: how long locks of other processes are waited for.
+    :param retry_s: how long a file that made trouble is left alone.
+    """
+
+    def __init__(self, path: Path | None, *, wait_s: float = 5.0, retry_s: float = 30.0) -> None:
+        self.path = path
+        self._file = None if path is None else CostFile(path, wait_s)
+        self._retry_s = retry_s
+        self._read_after = self._write_after = 0.0
+        self._lock = threading.Lock()
+        #: What isn't in the file: everything without one, else what waits to be written.
+        self._decisions: dict[str, tuple[Decision, bool]] = {}
+        self._records: dict[tuple[str, str], TuningRecord] = {}
+        self._problem = ""
+        self._told: set[str] = set()
+        _databases.add(self)
+
+    @property
+    def problem(self) -> str:
+        """Why decisions stay in memory at present, for a report; "" if they don't have to."""
+        return self._problem
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def find(self, key: str) -> Decision | None:
+        """The decision under a key."""
+        if (waiting := self._decisions.get(key)) is not None:
+            return waiting[0]
+        rows = self._select(f"{ROW} WHERE key = ?", key)
+        return self._sound(*rows[0]) if rows else None
+
+    def record(self, *decisions: Decision, replace: bool = False) -> None:
+        """Keep decisions, all of them in one transaction.
+
+        :param replace: also where a settled decision is there and this one isn't settled.
+        """
+        with self._lock:
+            for decision in decisions:
+                before = self._decisions.get(decision.key)
+                if replace or before is None or decision.settled >= before[0].settled:
+                    self._decisions[decision.key] = decision, replace
+        self._flush()
+
+    def nearest(self, level: str, parts: Mapping[str, str]) -> tuple[str, ...]:
+        """In which parts the nearest decision on the same graph differs; () where there is none."""
+        graph = parts.get("graph", "")
+        rows = self._select(f"{ROW} WHERE graph = ? AND level = ?", graph, level)
+        near = [found for row in rows if (found := self._sound(*row)) is not None]
+        near += [
+            decision
+            for decision, _ in list(self._decisions.values())
+            if decision.level == level and decision.parts.get("graph", "") == graph
+        ]
+        return min((differing(parts, other.parts) for other in near), key=len, default=())
+
+    def decisions(self) -> list[Decision]:
+        """All of them, the newest first."""
+        rows = self._select(ROW)
+        found = {row[0]: decision for row in rows if (decision := self._sound(*row)) is not None}
+        found.update((key, decision) for key, (decision, _) in list(self._decisions.items()))
+        return sorted(found.values(), key=lambda decision: (-decision.created, decision.key))
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Remove decisions, so that they are measured anew. Returns how many there were.
+
+        :raises CostsError: the file can't be written.
+        """
+        wanted = [(key,) for key in keys]
+
+        def delete(connection: sqlite3.Connection) -> int:
+            return connection.executemany("DELETE FROM decisions WHERE key = ?", wanted).rowcount
+
+        count = self._write_or_raise(delete) if self._has_file() and wanted else 0
+        with self._lock:
+            return count + sum(self._decisions.pop(key, None) is not None for (key,) in wanted)
+
+    # --- tuning records -------------------------------------------------------------------------
+
+    def put_record(self, namespace: str, key: str, value: bytes) -> None:
+        """Keep bytes of a plugin's; an equal key is replaced."""
+        record = TuningRecord(namespace, key, bytes(value), time.time())
+        with self._lock:
+            self._records[namespace, key] = record
+        self._flush()
+
+    def get_record(self, namespace: str, key: str) -> bytes | None:
+        """The bytes under a key."""
+        if (waiting := self._records.get((namespace, key))) is not None:
+            return waiting.value
+        rows = self._select(f"{RECORD_ROW} WHERE namespace = ? AND key = ?", namespace, key)
+        record = self._sound_record(*rows[0]) if rows else None
+        return None if record is None else record.value
+
+    def records(self, namespace: str | None = None) -> list[TuningRecord]:
+        """Those of a namespace, or all, ordered by their keys."""
+        rows = self._select(RECORD_ROW)
+        found = {row[:2]: record for row in rows if (record := self._sound_record(*row))}
+        found.update(list(self._records.items()))
+        return [r for (name, _), r in sorted(found.items()) if namespace in (None, name)]
+
+    def forget_records(self, namespace: str) -> int:
+        """Remove a namespace's records. Returns how many there were.
+
+        :raises CostsError: the file can't be written.
+        """
+
+        def delete(connection: sqlite3.Connection) -> int:
+            return connection.execute(
+                "DELETE FROM records WHERE namespace = ?", (namespace,)
+            ).rowcount
+
+        count = self._write_or_raise(delete) if self._has_file() else 0
+        with self._lock:
+            waiting = [place for place in self._records if place[0] == namespace]
+            for place in waiting:
+                del self._records[place]
+        return count + len(waiting)
+
+    # --- exchange -------------------------------------------------------------------------------
+
+    def export(self, path: Path) -> tuple[int, int]:
+        """Write everything to a file of its own: JSON if its name ends in .json, else SQLite.
+
+        :returns: how many decisions and records it has.
+        :raises CostsError: it can't be written, or it is this database's own file.
+        """
+        self._refuse_own(path)
+        decisions, records = self.decisions(), self.records()
+        if self._problem:
+            raise CostsError(f"{self.path}: {self._problem}")
+        write_export(path, decisions, records)
+        return len(decisions), len(records)
+
+    def import_(self, path: Path) -> Imported:
+        """Take over what an exported file has and this database hasn't, or has older.
+
+        :raises CostsError: the file is no export, or this database's can't be written.
+        """
+        self._refuse_own(path)
+        content = read_export(path)
+        if self._file is None:
+            raise CostsError("the setting cache is off: there is no database to import into")
+        return self._write_or_raise(content.merge)
+
+    def _refuse_own(self, path: Path) -> None:
+        if self.path is not None and self.path.exists() and path.exists():
+            if os.path.samefile(path, self.path):
+                raise CostsError(f"{path} is the database itself")
+
+    # --- the file -------------------------------------------------------------------------------
+
+    def _has_file(self) -> bool:
+        return self.path is not None and self.path.exists()
+
+    def _select(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
+        """The rows, none where the file can't be read."""
+        if self._file is None or time.monotonic() < self._read_after:
+            return []
+
+        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+            return connection.execute(statement, values).fetchall()
+
+        try:
+            return self._file.read(select, [])
+        except Unusable as error:
+            self._read_after = time.monotonic() + self._retry_s
+            self._tell(str(error))
+            return []
+
+    def _flush(self) -> None:
+        """Write what waits, if the file allows it."""
+        if self._file is None or time.monotonic() < self._write_after:
+            return
+        with self._lock:
+            decisions, records = dict(self._decisions), dict(self._records)
+
+        def put(connection: sqlite3.Connection) -> None:
+            for decision, force in decisions.values():
+                connection.execute(PUT + ("" if force else UNLESS_SETTLED), row_of(decision))
+            connection.executemany(PUT_RECORD, map(record_row_of, records.values()))
+
+        try:
+            self._file.write(put)
+        except Unusable as error:
+            self._write_after = time.monotonic() + self._retry_s
+            self._tell(str(error))
+            return
+        self._problem = ""
+        with self._lock:
+            for key, waiting in decisions.items():
+                if self._decisions.get(key) is waiting:
+                    del self._decisions[key]
+            for place, record in records.items():
+                if self._records.get(place) is record:
+                    del self._records[place]
+
+    def _write_or_raise(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        assert self._file is not None  # whoever calls has looked
+        try:
+            return self._file.write(work)
+        except Unusable as error:
+            raise CostsError(f"{self.path}: {error}") from error
+
+    def _tell(self, why: str) -> None:
+        """One warning for each kind of trouble."""
+        self._problem = f"measured choices stay in memory: {why}"
+        if why not in self._told:
+            self._told.add(why)
+            log.warning("fuseboard: measured choices stay in memory: %s: %s", self.path, why)
+
+    def _sound(self, *row: Any) -> Decision | None:
+        """The decision in a row; a damaged row is as good as none, and goes."""
+        try:
+            return from_row(*row)
+        except Damaged as error:
+            self._drop("DELETE FROM decisions WHERE key = ?", row[:1], error)
+            return None
+
+    def _sound_record(self, *row: Any) -> TuningRecord | None:
+        try:
+            return record_from_row(*row)
+        except Damaged as error:
+            self._drop("DELETE FROM records WHERE namespace = ? AND key = ?", row[:2], error)
+            return None
+
+    def _drop(self, statement: str, values: tuple[Any, ...], why: Damaged) -> None:
+        log.warning("fuseboard: a row of %s is damaged and isn't used: %s", self.path, why)
+        if self._file is not None:
+            try:
+                self._file.write(lambda connection: connection.execute(statement, values))
+            except Unusable as error:
+                self._tell(str(error))
+
+
+# --- this process's -------------------------------------------------------------------------------
+
+_databases: weakref.WeakSet[CostDatabase] = weakref.WeakSet()
+_opened: dict[Path | None, CostDatabase] = {}
+
+
+def database(settings: Settings) -> CostDatabase:
+    """The database of this process for the settings ``cache`` and ``cache_dir``.
+
+    With ``cache = false`` it is in memory only.
+    """
+    path = None
+    if settings.cache:
+        import platformdirs
+
+        chosen = settings.cache_dir or platformdirs.user_cache_dir("fuseboard", appauthor=False)
+        path = Path(chosen).expanduser().absolute() / NAME
+    return _opened.setdefault(path, CostDatabase(path)) if path not in _opened else _opened[path]
+
+
+def _renew_locks() -> None:
+    """In a forked child: a thread that isn't there any more may have held one."""
+    for known in list(_databases):
+        known._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,200 @@
+"""What the cost database holds: decisions with their candidates, and plugins' tuning records.
+
+A row is JSON with a checksum over its key and its text, so that damage that SQLite can't see is
+seen here. It holds names and numbers only: reading it never runs anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CandidateCost:
+    """One candidate that a decision was made between.
+
+    :ivar name: a backend (``inductor``), or one with the whole graph (``whole:inductor``).
+    :ivar latency_us: the median of a call; ``low_us`` and ``high_us`` are its interval. None where
+        it wasn't timed.
+    :ivar problem: why it couldn't be chosen: it failed verification, raised, wasn't tried. "" if it
+        could.
+    """
+
+    name: str
+    latency_us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    compile_s: float | None = None
+    peak_bytes: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was measured, and chosen.
+
+    :ivar key: :func:`decision_key` of the level and the parts.
+    :ivar parts: name → text: all that the decision depends on. ``graph`` names the region's or the
+        graph's contents; the others have to be equal as well.
+    :ivar level: what was decided on: ``region`` or ``graph``.
+    :ivar title: for people: the frame, the region, the source line.
+    :ivar settled: every candidate was tried; else more remain for a later process.
+    :ivar created: in seconds since 1970.
+    """
+
+    key: str
+    parts: Mapping[str, str]
+    level: str
+    winner: str
+    candidates: tuple[CandidateCost, ...]
+    title: str
+    settled: bool
+    created: float
+
+
+@dataclass(frozen=True)
+class TuningRecord:
+    """Bytes that a plugin keeps for later processes.
+
+    :ivar namespace: whose they are, such as the plugin's name.
+    """
+
+    namespace: str
+    key: str
+    value: bytes
+    created: float
+
+
+class Damaged(Exception):
+    """A row isn't what was written."""
+
+
+def decision_key(level: str, parts: Mapping[str, str]) -> str:
+    """The hex digest under which a decision is kept."""
+    text = json.dumps([level, sorted(parts.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:48]
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the parts in which two keys differ."""
+    return tuple(
+        name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)
+    )
+
+
+def encode(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON values."""
+    return dataclasses.asdict(decision)
+
+
+def decode(values: Any) -> Decision:
+    """The decision that :func:`encode` made values of.
+
+    :raises Damaged: they aren't a decision's, or the key isn't that of the parts.
+    """
+    try:
+        candidates = tuple(CandidateCost(**candidate) for candidate in values["candidates"])
+        decision = Decision(**{**values, "candidates": candidates})
+        key = decision_key(decision.level, decision.parts)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise Damaged(f"it isn't a decision: {type(error).__name__}: {error}") from error
+    if problem := _wrong_field(decision):
+        raise Damaged(f"it isn't a decision: {problem}")
+    if decision.key != key:
+        raise Damaged(f"its key {decision.key!r} isn't that of its parts")
+    return decision
+
+
+def _wrong_field(decision: Decision) -> str:
+    """Which field has a value of another type, "" if none has."""
+    strings = [decision.level, decision.winner, decision.title]
+    if not all(isinstance(text, str) for text in [*strings, *decision.parts.values()]):
+        return "a text is something else"
+    if not isinstance(decision.settled, bool) or not _is_number(decision.created):
+        return "settled or created is something else"
+    for candidate in decision.candidates:
+        numbers = [getattr(candidate, name) for name in _NUMBERS]
+        if not all(number is None or _is_number(number) for number in numbers):
+            return f"a number of candidate {candidate.name!r} is something else"
+        if not isinstance(candidate.name, str) or not isinstance(candidate.problem, str):
+            return "a text of a candidate is something else"
+    return ""
+
+
+_NUMBERS = ("latency_us", "low_us", "high_us", "compile_s", "peak_bytes")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# --- rows of the tables ---------------------------------------------------------------------------
+
+ROW = "SELECT key, body, checksum FROM decisions"
+RECORD_ROW = "SELECT namespace, key, created, value, checksum FROM records"
+
+PUT = """
+INSERT INTO decisions (key, level, graph, settled, created, body, checksum)
+VALUES (?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (key) DO UPDATE SET
+    level = excluded.level, graph = excluded.graph, settled = excluded.settled,
+    created = excluded.created, body = excluded.body, checksum = excluded.checksum
+"""
+#: What is settled isn't replaced by what isn't: another process tried less.
+UNLESS_SETTLED = "WHERE excluded.settled >= decisions.settled"
+PUT_RECORD = """
+INSERT OR REPLACE INTO records (namespace, key, created, value, checksum) VALUES (?, ?, ?, ?, ?)
+"""
+
+
+def row_of(decision: Decision) -> tuple[Any, ...]:
+    """What ``PUT`` puts."""
+    body = json.dumps(encode(decision), sort_keys=True)
+    graph = decision.parts.get("graph", "")
+    settled = int(decision.settled)
+    checksum = _checksum(body.encode(), decision.key)
+    return decision.key, decision.level, graph, settled, decision.created, body, checksum
+
+
+def from_row(key: str, body: Any, checksum: Any) -> Decision:
+    """The decision in a row that ``ROW`` selected.
+
+    :raises Damaged: it isn't what was written.
+    """
+    if not isinstance(body, str) or _checksum(body.encode(), key) != checksum:
+        raise Damaged("its checksum is another one")
+    try:
+        values = json.loads(body)
+    except ValueError as error:
+        raise Damaged(f"it isn't JSON: {error}") from error
+    return decode(values)
+
+
+def record_row_of(record: TuningRecord) -> tuple[Any, ...]:
+    """What ``PUT_RECORD`` puts."""
+    checksum = _checksum(record.value, record.namespace, record.key)
+    return record.namespace, record.key, record.created, record.value, checksum
+
+
+def record_from_row(
+    namespace: str, key: str, created: float, value: Any, checksum: Any
+) -> TuningRecord:
+    """The record in a row that ``RECORD_ROW`` selected.
+
+    :raises Damaged: it isn't what was written.
+    """
+    if not isinstance(value, bytes) or _checksum(value, namespace, key) != checksum:
+        raise Damaged("its checksum is another one")
+    return TuningRecord(namespace, key, value, created)
+
+
+def _checksum(content: bytes, *names: str) -> str:
+    digest = hashlib.sha256(json.dumps(names).encode())
+    digest.update(content)
+    return digest.hexdigest()
