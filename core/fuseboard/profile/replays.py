@@ -1,0 +1,102 @@
+"""Which graphs may be run again, beside the call that the user made."""
+
+from __future__ import annotations
+
+import math
+import operator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+#: Namespaces of ops that talk to other processes, or move what others hold.
+_COLLECTIVES = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem"}
+)
+
+#: Ops without results that only raise where something doesn't hold.
+_CHECKS = frozenset(
+    {
+        "aten::_assert_async",
+        "aten::_assert_scalar",
+        "aten::_assert_tensor_metadata",
+        "aten::_functional_assert_async",
+        "aten::_functional_assert_scalar",
+        "aten::sym_constrain_range",
+        "aten::sym_constrain_range_for_size",
+    }
+)
+
+#: Higher-order ops that stand for effects or writes.
+_EFFECTS = frozenset(
+    {"call_torchbind", "print", "triton_kernel_wrapper_mutation", "with_effects", "call_delegate"}
+)
+
+#: Batch norm that updates its running statistics though its schema doesn't say so: the position of
+#: the mean, and of the flag that switches training on.
+_BATCH_NORMS = {
+    "aten::native_batch_norm": (3, 5),
+    "aten::cudnn_batch_norm": (3, 5),
+    "aten::miopen_batch_norm": (3, 5),
+    "aten::_batch_norm_impl_index": (3, 5),
+    "aten::batch_norm": (3, 5),
+}
+
+_PLAIN_MODULES: tuple[ModuleType, ...] = (operator, math)
+
+
+def replayable(graph: GraphModule) -> str:
+    """Why a graph must never be run a second time on the same inputs; "" where it may.
+
+    Running it again must change nothing that anybody can see: no effects, no messages to other
+    processes, no writes to inputs. Random numbers are no reason, since the generator's state is put
+    back; an op of the user's that is declared free of effects is believed.
+    """
+    for node in graph.graph.nodes:
+        reason = _why_not(node, graph)
+        if reason:
+            return reason
+    return ""
+
+
+def _why_not(node: Node, owner: torch.nn.Module) -> str:
+    if node.op in ("placeholder", "output"):
+        return ""
+    if node.op == "get_attr":
+        held = operator.attrgetter(str(node.target))(owner)
+        return replayable(held) if isinstance(held, GraphModule) else ""
+    if node.op != "call_function":
+        return f"{node.name} is a {node.op}, which may do anything"
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _why_not_op(node, target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        if target.name() in _EFFECTS:
+            return f"{target.name()} has effects beyond its results"
+        return ""
+    module = getattr(target, "__module__", "") or ""
+    plain = module in ("_operator", "math", "builtins") or module.split(".")[0] == "torch"
+    return "" if plain else f"{node.name} calls Python code ({module}), which may do anything"
+
+
+def _why_not_op(node: Node, target: Any) -> str:
+    schema = target._schema
+    if target.namespace in _COLLECTIVES:
+        return f"{target} is a collective: other processes would have to take part again"
+    if schema.is_mutable:
+        return f"{target} writes to a tensor"
+    position = _BATCH_NORMS.get(schema.name)
+    if position is not None and _trains(node, *position):
+        return f"{target} updates its running statistics"
+    if not schema.returns and schema.name not in _CHECKS:
+        return f"{target} has no results, so it runs for its effects"
+    if any(str(argument.type).startswith("__torch__") for argument in schema.arguments):
+        return f"{target} is given an object that it may change"
+    return ""
+
+
+def _trains(node: Node, mean: int, flag: int) -> bool:
+    """Whether batch norm updates statistics: there are some, and it trains."""
+    given = dict(enumerate(node.args))
+    return given.get(mean) is not None and bool(given.get(flag, True))

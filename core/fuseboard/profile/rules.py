@@ -1,0 +1,163 @@
+"""By which rule each output of a graph is judged: what reaches it decides."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard import torch_internals
+from fuseboard.partition.replay import draws, hides_draws
+
+#: How an output is judged.
+#:
+#: ``close``: floating or complex, no further from float64 than eager's own error allows.
+#: ``exact``: integers and booleans that only such values reach: eager's, bit by bit.
+#: ``mismatches``: integers and booleans that floats reach: nearly as many right as eager has.
+#: ``unjudged``: random numbers or uninitialised memory reach it, or it couldn't be computed.
+Rule = Literal["close", "exact", "mismatches", "unjudged"]
+
+#: Ops whose result holds whatever was in memory.
+_UNINITIALISED = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::empty_permuted",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::_efficientzerotensor_empty",
+        "prims::empty_strided",
+        "prims::empty_permuted",
+    }
+)
+
+#: Ops that look at no element of the argument at this position, only at its shape and dtype.
+_VALUES_UNREAD = frozenset(
+    {
+        *("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"),
+        *("aten::new_empty", "aten::new_empty_strided", "aten::new_zeros", "aten::new_ones"),
+        *("aten::new_full", "aten::rand_like", "aten::randn_like", "aten::randint_like"),
+        *("aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset"),
+        *("aten::copy", "aten::fill"),
+    }
+)
+
+#: Results that mean nothing to the caller: states of generators, scratch memory.
+_MEANINGLESS = {
+    "aten::_scaled_dot_product_flash_attention": (6, 7, 8),
+    "aten::_scaled_dot_product_cudnn_attention": (6, 7, 8),
+    "aten::_scaled_dot_product_efficient_attention": (2, 3),
+    "aten::_flash_attention_forward": (2, 3, 4),
+    "aten::_efficient_attention_forward": (2, 3),
+    "aten::mkldnn_rnn_layer": (3,),
+    "aten::_cudnn_rnn": (3, 4),
+    "aten::cudnn_batch_norm": (3,),
+    "aten::miopen_rnn": (3, 4),
+}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What reaches a value.
+
+    :ivar floats: it depends on elements of floating or complex tensors.
+    :ivar random: it depends on random numbers.
+    :ivar memory: it depends on memory that nobody wrote.
+    """
+
+    floats: bool = False
+    random: bool = False
+    memory: bool = False
+
+
+NOTHING = Reached()
+
+
+def reached_by(graph: GraphModule, values: Mapping[Node, Any]) -> dict[Node, Reached]:
+    """What reaches each node.
+
+    :param values: for each node the dtypes of its value: a dtype, a list of them, or None.
+    """
+    found: dict[Node, Reached] = {}
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        dtypes = values.get(node)
+        own = Reached(
+            floats=_floating(dtypes),
+            random=draws(node) or hides_draws(node, graph) or _keeps_state(node),
+            memory=_uninitialised(node, dtypes),
+        )
+        found[node] = _joined([own, *(found[used] for used in _read(node))])
+    return found
+
+
+def _read(node: Node) -> Iterable[Node]:
+    """The nodes whose elements a node looks at."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.name in _VALUES_UNREAD:
+        shape_only = node.args[0] if node.args else None
+        return [used for used in node.all_input_nodes if used is not shape_only]
+    return node.all_input_nodes
+
+
+def _joined(parts: Sequence[Reached]) -> Reached:
+    return Reached(
+        floats=any(part.floats for part in parts),
+        random=any(part.random for part in parts),
+        memory=any(part.memory for part in parts),
+    )
+
+
+def _floating(dtypes: Any) -> bool:
+    if isinstance(dtypes, list):
+        return any(map(_floating, dtypes))
+    return isinstance(dtypes, torch.dtype) and (dtypes.is_floating_point or dtypes.is_complex)
+
+
+def _keeps_state(node: Node) -> bool:
+    """Whether a node is one of torch's wrappers that save or set the generator's state."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    return node.target in torch_internals.state_wrappers()
+
+
+def _uninitialised(node: Node, dtypes: Any) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        made: Any = node.args[0]
+        name = getattr(getattr(made.target, "_schema", None), "name", "")
+        return node.args[1] in _MEANINGLESS.get(name, ())
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.name in _UNINITIALISED and not _nothing_in(node)
+
+
+def _nothing_in(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(size, int) and size == 0 for size in value.shape
+    )
+
+
+def rule_of(value: Any, reached: Reached) -> Rule:
+    """The rule for an output.
+
+    :param value: what eager gives.
+    """
+    if value is None:
+        return "exact"
+    if reached.random or reached.memory:
+        return "unjudged"
+    if isinstance(value, torch.Tensor):
+        floating = value.is_floating_point() or value.is_complex()
+    else:
+        floating = isinstance(value, float | complex)
+    if floating:
+        return "close"
+    return "mismatches" if reached.floats else "exact"

@@ -1,0 +1,183 @@
+"""Whether the values of a result are right: as near to float64 as eager's own error allows.
+
+``docs/verification.md`` tells where the constants come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuseboard.contracts import Verdict
+from fuseboard.profile.reference import Reference
+from fuseboard.profile.spread import Spread, aim, chunks, place_of, widened
+
+#: How many times eager's largest error over an output each of its elements may be off.
+WORST_FACTOR = 10.0
+
+#: Units in the last place of an element that it may be off in any case.
+FLOOR_UNITS = 8.0
+
+#: How many times eager's root mean squared error a result's may be, as in
+#: ``torch._dynamo.utils.same``; the second for half types and outputs of few elements.
+RMSE_FACTOR, RMSE_FACTOR_WIDE = 2.0, 3.0
+FEW_ELEMENTS = 1000
+
+#: What is added to that, in units in the last place of the output's root mean square. torch adds
+#: 1e-5, which is 84 units in float32 where the output is of the size of 1.
+RMSE_UNITS = {torch.float32: 84.0, torch.float64: 84.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+
+#: One in so many integers or booleans that floats reach may be another than eager's.
+MISMATCH_SHARE = 50_000
+
+
+def judge(reference: Reference, result: Sequence[Any]) -> Verdict:
+    """Check every output of a result; the first one that is wrong is told of.
+
+    Shapes and dtypes that differ make the verdict, too; strides are checked elsewhere.
+    """
+    if not isinstance(result, list | tuple):
+        return Verdict(False, f"returned {type(result).__name__}, not a tuple or list")
+    if len(result) != len(reference.eager):
+        return Verdict(False, f"returned {len(result)} outputs, expected {len(reference.eager)}")
+    for number, (got, eager) in enumerate(zip(result, reference.eager, strict=True)):
+        problem = _form(eager, got)
+        if problem:
+            return Verdict(False, f"output {number} {problem}")
+        problem = _value(reference, number, got)
+        if problem:
+            return Verdict(False, f"output {number} {problem}", by_value=True)
+    return Verdict(True)
+
+
+def _form(eager: Any, got: Any) -> str:
+    if eager is None:
+        return "" if got is None else f"is {type(got).__name__}, expected None"
+    if not isinstance(eager, torch.Tensor):
+        number = isinstance(got, int | float | complex)
+        return "" if number else f"is {type(got).__name__}, expected a number"
+    if not isinstance(got, torch.Tensor):
+        return f"is {type(got).__name__}, expected a tensor"
+    if got.dtype != eager.dtype:
+        return f"has dtype {got.dtype}, expected {eager.dtype}"
+    if got.shape != eager.shape:
+        return f"has shape {tuple(got.shape)}, expected {tuple(eager.shape)}"
+    return ""
+
+
+def _value(reference: Reference, number: int, got: Any) -> str:
+    eager, rule = reference.eager[number], reference.rules[number]
+    if eager is None or rule == "unjudged":
+        return ""
+    precise, spread = reference.precise[number], reference.spreads[number]
+    if not isinstance(eager, torch.Tensor):
+        if rule != "close":
+            return "" if got == eager else f"is {got}, eager has {eager}"
+        eager, got, precise = (
+            torch.tensor(value, dtype=torch.float64) for value in (eager, got, precise)
+        )
+    if eager.numel() == 0:
+        return ""
+    if rule == "close":
+        return _far(eager, precise, got.detach(), spread)
+    exact = rule == "exact"
+    return _mismatches(eager, eager if exact else precise, got.detach(), spread, exact)
+
+
+def _mismatches(
+    eager: torch.Tensor, precise: torch.Tensor, got: torch.Tensor, spread: Spread, exact: bool
+) -> str:
+    """Integers and booleans: all of them right, or as many as eager has right."""
+    allowed = 0 if exact else allowed_mismatches(spread.mismatches, eager.numel())
+    wrong, first = 0, -1
+    values: tuple[Any, ...] = ()
+    for start, (has, want, have) in chunks(eager, precise, got):
+        differ = have != want
+        wrong += int(differ.sum())
+        news = (differ & (have != has)).nonzero()  # where float64 alone differs isn't interesting
+        if first < 0 and len(news):
+            place = int(news[0])
+            first = start + place
+            values = (have[place].item(), has[place].item(), want[place].item())
+    if wrong <= allowed:
+        return ""
+    total = eager.numel()
+    if exact:
+        return (
+            f"is {values[0]} at {list(place_of(first, eager))}, eager has {values[1]} "
+            f"({wrong} of {total} elements are wrong, and all must be right)"
+        )
+    return (
+        f"differs from float64 in {wrong} of {total} elements, eager in {spread.mismatches} "
+        f"(allowed: {allowed}); at {list(place_of(first, eager))} it is {values[0]}, eager has "
+        f"{values[1]} and float64 {values[2]}"
+    )
+
+
+def allowed_mismatches(eagers: int, total: int) -> int:
+    """How many integers or booleans that floats reach may differ from float64's.
+
+    As many as eager's, give or take what chance makes of that number (three times its root), and
+    one in :data:`MISMATCH_SHARE`.
+    """
+    return eagers + int(3 * eagers**0.5) + total // MISMATCH_SHARE
+
+
+def _far(eager: torch.Tensor, precise: torch.Tensor, got: torch.Tensor, spread: Spread) -> str:
+    """Floating and complex numbers: element by element, then all of them together."""
+    info = torch.finfo(eager.dtype)
+    tiny = info.tiny if info.bits > 16 or info.tiny < 1e-30 else info.smallest_normal * info.eps
+    wrong, errors, count = 0, 0.0, 0
+    worst, where, values = 0.0, -1, (0.0, 0.0, 0.0)
+    for start, (has, exact, have) in chunks(eager, precise, got):
+        target = aim(has, exact)
+        finite = target.isfinite()
+        wide = widened(have)
+        allowed = WORST_FACTOR * spread.worst + FLOOR_UNITS * info.eps * target.abs() + tiny
+        distance = (wide - target).abs()
+        beyond = torch.where(
+            finite,
+            torch.where(have.isfinite(), distance / allowed, torch.inf),
+            torch.where(_same_specials(has, have), 0.0, torch.inf),
+        )
+        wrong += int((beyond > 1).sum())
+        most, place = (item.item() for item in beyond.max(0))
+        if most > worst:
+            worst, where = most, start + int(place)
+            values = (have[int(place)].item(), has[int(place)].item(), exact[int(place)].item())
+        kept = finite & have.isfinite()
+        errors += float(torch.where(kept, distance, 0).square().sum())
+        count += int(kept.sum())
+    if wrong:
+        factor = "" if worst == float("inf") else f", {worst:.3g} times beyond the limit"
+        return (
+            f"is {values[0]} at {list(place_of(where, eager))}, eager has {values[1]} and float64 "
+            f"{values[2]}{factor} ({wrong} of {eager.numel()} elements are wrong; eager's largest "
+            f"error is {spread.worst:.3g})"
+        )
+    rmse = (errors / count) ** 0.5 if count else 0.0
+    limit = rmse_limit(spread, eager)
+    if rmse > limit:
+        return (
+            f"is {rmse:.3g} from float64 in the root mean square, eager {spread.rmse:.3g} "
+            f"({rmse / limit:.3g} times beyond the limit)"
+        )
+    return ""
+
+
+def rmse_limit(spread: Spread, eager: torch.Tensor) -> float:
+    """How far all elements together may be off."""
+    half = eager.dtype in (torch.float16, torch.bfloat16)
+    factor = RMSE_FACTOR_WIDE if half or eager.numel() < FEW_ELEMENTS else RMSE_FACTOR
+    info = torch.finfo(eager.dtype)
+    units = RMSE_UNITS.get(eager.dtype, RMSE_UNITS[torch.float32] if info.bits > 16 else 1.0)
+    return factor * spread.rmse + units * info.eps * spread.rms + info.tiny
+
+
+def _same_specials(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where both are NaN, or the same infinity; of complex numbers: where neither is finite."""
+    if one.is_complex():
+        return ~one.isfinite() & ~other.isfinite()
+    return (one == other) | (one.isnan() & other.isnan())
