@@ -310,6 +310,14 @@ def retrace(
         return make_fx(torch.fx.Interpreter(graph).run, decomposition_table=table)(*inputs)
 
 
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """The function that torch decomposes an op into, if there is one."""
+    from torch._decomp import decomposition_table
+
+    found: Callable[..., Any] | None = decomposition_table.get(op)
+    return found
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """An integer that is equal for tensors on one storage, while both live."""
     return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]

@@ -8,11 +8,11 @@ since they are meant to lose something.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 _LIFTED = {
     torch.float32: torch.float64,
@@ -191,18 +191,81 @@ _SPECIAL: dict[str, Callable[[Any, Any, Any, Any], _Arguments]] = {
 }
 
 
-def lowered_argument(value: Any, node: Node, form: Any) -> Any:
-    """A lifted value back in the dtypes that eager has at that node."""
+def cast_down(value: Any, form: Any, wide: bool) -> Any:
+    """A lifted value in the dtypes that eager has.
+
+    :param form: eager's form, which has a ``dtype``, or a list of them.
+    :param wide: float32 in place of half types.
+    """
     if isinstance(value, torch.Tensor):
-        if form is not None and value.dtype != form.dtype and _same_kind(value.dtype, form.dtype):
-            return _cast(value, form.dtype)
-        return value
+        if form is None or not _same_kind(value.dtype, form.dtype):
+            return value
+        dtype = _widened(form.dtype) if wide else form.dtype
+        return value if value.dtype == dtype else _cast(value, dtype)
     if isinstance(value, list | tuple) and isinstance(form, list):
-        return type(value)(
-            lowered_argument(item, node, own) for item, own in zip(value, form, strict=True)
-        )
+        pairs = zip(value, form, strict=True)
+        return type(value)(cast_down(item, own, wide) for item, own in pairs)
     return value
+
+
+def halves_widened(value: Any) -> Any:
+    """A tensor of a half type in float32; anything else as it is."""
+    if isinstance(value, torch.Tensor) and _widened(value.dtype) != value.dtype:
+        return _cast(value, _widened(value.dtype))
+    return value
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _same_kind(one: torch.dtype, other: torch.dtype) -> bool:
     return one.is_floating_point == other.is_floating_point and one.is_complex == other.is_complex
+
+
+#: Ops whose result holds whatever was in memory.
+_MEMORY = frozenset(
+    {
+        *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
+        *("aten::new_empty", "aten::new_empty_strided"),
+        *("prims::empty_strided", "prims::empty_permuted"),
+    }
+)
+
+#: Ops that round nothing: they move elements, choose among them or drop digits. Views are known by
+#: their schema.
+_EXACT = frozenset(
+    {
+        *("aten::abs", "aten::amax", "aten::amin", "aten::ceil", "aten::clamp", "aten::clamp_max"),
+        *("aten::clamp_min", "aten::floor", "aten::frac", "aten::hardtanh", "aten::max"),
+        *("aten::maximum", "aten::min", "aten::minimum", "aten::neg", "aten::relu", "aten::round"),
+        *("aten::sign", "aten::sort", "aten::threshold", "aten::threshold_backward"),
+        *("aten::topk", "aten::trunc", "aten::max_pool2d_with_indices", "aten::_to_copy"),
+        *("aten::full", "aten::full_like", "aten::scalar_tensor", "aten::arange"),
+        *("aten::zeros", "aten::ones", "aten::zeros_like", "aten::ones_like", "aten::cummax"),
+        *("aten::cummin", "aten::kthvalue", "aten::median", "aten::mode", "aten::fmax"),
+        *("aten::fmin", "aten::nan_to_num", "prims::convert_element_type"),
+        *("aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::copy", "aten::embedding"),
+        *("aten::flip", "aten::gather", "aten::index", "aten::index_put", "aten::index_select"),
+        *("aten::masked_fill", "aten::masked_scatter", "aten::repeat", "aten::roll"),
+        *("aten::scatter", "aten::select_scatter", "aten::slice_scatter", "aten::stack"),
+        *("aten::where", "aten::as_strided_scatter", "aten::diagonal_scatter"),
+        *("aten::_unsafe_view", "aten::_reshape_copy", "aten::fill", "aten::lift_fresh_copy"),
+    }
+)
+
+
+def leaves_memory(target: Any) -> bool:
+    """Whether an op's result holds whatever was in memory."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name in _MEMORY
+
+
+@functools.cache
+def exact(target: Any) -> bool:
+    """Whether an op rounds nothing, or isn't an op of tensors."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    views = any(argument.alias_info is not None for argument in target._schema.arguments)
+    return views or target._schema.name in _EXACT

@@ -10,21 +10,30 @@ put back to where they were, and the caller's tensors aren't written to: ask
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
-from fuseboard.partition.replay import draws, hides_draws
-from fuseboard.profile import lifting
+from fuseboard.profile.interpret import (
+    Eager,
+    Lifted,
+    Missing,
+    disturbed_runs,
+    dtypes_of,
+    flat_outputs,
+    run,
+)
 from fuseboard.profile.replays import replayable
-from fuseboard.profile.rules import Rule, reached_by, rule_of
+from fuseboard.profile.rules import Reached, Rule, reached_by, rule_of
 from fuseboard.profile.spread import Spread, spread_of
 
 __all__ = ["Reference", "Rule", "make_reference", "replayable"]
+
+#: Runs with disturbed roundings, where a result is beyond what eager's own error allows.
+DISTURBED_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class Reference:
     :ivar rules: how each output is judged.
     :ivar spreads: how far eager is from float64.
     :ivar notes: what people should know, such as ops that have no float64 kernel.
+    :ivar disturbed: how far eager is from float64 at most if each of its ops rounds otherwise.
+        Computed when it is first asked for, on the same inputs, which it keeps.
     """
 
     eager: tuple[Any, ...]
@@ -44,21 +55,7 @@ class Reference:
     rules: tuple[Rule, ...]
     spreads: tuple[Spread, ...]
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Form:
-    """The dtype and the strides of a tensor as eager has it; no strides where it has none."""
-
-    dtype: torch.dtype
-    strides: tuple[int, ...] | None
-
-
-class _Missing:
-    """Stands for a value that couldn't be computed."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    disturbed: Callable[[], tuple[Spread, ...]] = field(default=lambda: (), repr=False)
 
 
 def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
@@ -67,37 +64,73 @@ def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
     :param graph: a region as captured; it isn't changed. It must be ``replayable``.
     :param inputs: real tensors and plain numbers, in the order of the placeholders; not written to.
     """
-    with _quietly(), _generators_put_back(inputs):
-        forms: dict[Node, Any] = {}
-        with _generators_put_back(inputs):
-            eager = _run(graph, inputs, _Eager(forms))
-        lifted = _Lifted(graph, forms)
-        precise = _run(graph, inputs, lifted)
-    reached = reached_by(graph, {node: _dtypes(form) for node, form in forms.items()})
-    results = _flat_outputs(graph)
+    inputs = list(inputs)
+    forms: dict[Node, Any] = {}
+    with _undisturbed(inputs):
+        eager = run(graph, inputs, Eager(forms))
+    lifted = Lifted(forms)
+    with _undisturbed(inputs):
+        precise = run(graph, inputs, lifted)
+    reached = reached_by(graph, {node: dtypes_of(form) for node, form in forms.items()})
+    reasons = _why_unjudged(graph, inputs, reached, eager)
     rules: list[Rule] = []
-    spreads: list[Spread] = []
     notes = list(lifted.notes)
-    for number, (node, own) in enumerate(zip(results, eager, strict=True)):
-        what = reached[node] if isinstance(node, Node) else None
-        rule: Rule = rule_of(own, what) if what is not None else "exact"
-        if rule == "unjudged" and what is not None:
-            why = "random numbers" if what.random else "uninitialised memory"
-            notes.append(f"output {number} isn't judged by value: {why} reach it")
-        elif rule != "exact" and (why := _incomparable(own, precise[number])):
+    for number, node in enumerate(flat_outputs(graph)):
+        rule = rule_of(eager[number], reached.get(node))
+        reason = reasons[number] or _incomparable(rule, eager[number], precise[number])
+        if reason:
+            notes.append(f"output {number} isn't judged by value: {reason}")
             rule = "unjudged"
-            notes.append(f"output {number} isn't judged by value: {why}")
         rules.append(rule)
-        judged = own is not None and rule in ("close", "mismatches")
-        spreads.append(spread_of(own, precise[number]) if judged else Spread())
-        if rule == "unjudged":
-            precise[number] = None
-    return Reference(tuple(eager), tuple(precise), tuple(rules), tuple(spreads), tuple(notes))
+    precise = [
+        value if rule in ("close", "mismatches") else None
+        for value, rule in zip(precise, rules, strict=True)
+    ]
+    return Reference(
+        eager=tuple(eager),
+        precise=tuple(precise),
+        rules=tuple(rules),
+        spreads=tuple(map(spread_of, eager, precise)),
+        notes=tuple(notes),
+        disturbed=_Disturbed(graph, inputs, precise, lifted.refused),
+    )
 
 
-def _incomparable(eager: Any, precise: Any) -> str:
-    """Why an output of the two runs can't be compared; "" if it can."""
-    if isinstance(precise, _Missing):
+def _why_unjudged(
+    graph: GraphModule, inputs: Sequence[Any], reached: dict[Node, Reached], eager: Sequence[Any]
+) -> list[str]:
+    """For each output why its values mean nothing; "" where they do.
+
+    Where uninitialised memory may reach an output, eager is run again with something else in that
+    memory: an output that is the same has been overwritten.
+    """
+    found = []
+    again: list[Any] | None = None
+    for number, node in enumerate(flat_outputs(graph)):
+        what = reached.get(node, Reached())
+        reason = "random numbers reach it" if what.random else ""
+        if what.memory and not what.random and eager[number] is not None:
+            if again is None:
+                with _undisturbed(inputs):
+                    again = run(graph, inputs, Eager({}, fill=1))
+            if not _equal(eager[number], again[number]):
+                reason = "uninitialised memory reaches it"
+        found.append(reason)
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    same = (one == other) | ((one != one) & (other != other))
+    return one.shape == other.shape and bool(same.all())
+
+
+def _incomparable(rule: Rule, eager: Any, precise: Any) -> str:
+    """Why an output of the two runs can't be compared; "" if it can or needn't be."""
+    if rule == "exact":
+        return ""
+    if isinstance(precise, Missing):
         return precise.reason
     if isinstance(eager, torch.Tensor):
         if not isinstance(precise, torch.Tensor):
@@ -107,209 +140,46 @@ def _incomparable(eager: Any, precise: Any) -> str:
     return ""
 
 
-def _flat_outputs(graph: GraphModule) -> list[Any]:
-    results: Any = graph.graph.output_node().args[0]
-    return list(results) if isinstance(results, list | tuple) else [results]
+class _Disturbed:
+    """The spreads of runs with disturbed roundings, made once, when asked for."""
 
+    def __init__(
+        self,
+        graph: GraphModule,
+        inputs: Sequence[Any],
+        precise: Sequence[Any],
+        refused: set[Node],
+    ) -> None:
+        self._arguments = (graph, inputs, refused, DISTURBED_RUNS)
+        self._precise = precise
+        self._spreads: tuple[Spread, ...] | None = None
 
-# --- running a graph -----------------------------------------------------------------------------
-
-
-def _run(graph: GraphModule, inputs: Sequence[Any], run: _Eager | _Lifted) -> list[Any]:
-    """Run a graph's nodes in order; values are let go after their last use."""
-    values: dict[Node, Any] = {}
-    given = iter(inputs)
-    drops = _last_uses(graph)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = run.placeholder(node, next(given))
-        elif node.op == "get_attr":
-            values[node] = run.constant(node, operator.attrgetter(str(node.target))(graph))
-        elif node.op == "call_function":
-            values[node] = run.call(node, values)
-        for used in drops.get(node, ()):
-            del values[used]
-    return [
-        run.output(node, values) if isinstance(node, Node) else node
-        for node in _flat_outputs(graph)
-    ]
-
-
-def _last_uses(graph: GraphModule) -> dict[Node, list[Node]]:
-    """For each node, the nodes that nobody needs after it."""
-    drops: dict[Node, list[Node]] = {}
-    seen: set[Node] = set(graph.graph.output_node().all_input_nodes)
-    for node in reversed(graph.graph.nodes):
-        if node.op == "output":
-            continue
-        for used in (node, *node.all_input_nodes):
-            if used not in seen:
-                seen.add(used)
-                drops.setdefault(node, []).append(used)
-    return drops
-
-
-class _Eager:
-    """Each op as it is; notes the form of each value."""
-
-    def __init__(self, forms: dict[Node, Any]) -> None:
-        self.forms = forms
-
-    def placeholder(self, node: Node, value: Any) -> Any:
-        self.forms[node] = _form(value)
-        return value
-
-    constant = placeholder
-
-    def call(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        target: Any = node.target
-        result = target(
-            *map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__)
-        )
-        self.forms[node] = _form(result)
-        return result
-
-    def output(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        return values[node]
-
-
-def _form(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _Form(value.dtype, value.stride() if value.layout == torch.strided else None)
-    if isinstance(value, list | tuple):
-        return [_form(item) for item in value]
-    return None
-
-
-def _dtypes(form: Any) -> Any:
-    if isinstance(form, list):
-        return [_dtypes(item) for item in form]
-    return form.dtype if form is not None else None
-
-
-class _Lifted:
-    """Each op in float64, or in the widest dtype that it has.
-
-    :ivar notes: which ops ran in another dtype, and which not at all.
-    """
-
-    def __init__(self, graph: GraphModule, forms: Mapping[Node, Any]) -> None:
-        self.graph = graph
-        self.forms = forms
-        self.notes: dict[str, None] = {}
-
-    def placeholder(self, node: Node, value: Any) -> Any:
-        return value  # lifted where it is used: all weights at once would take too much memory
-
-    constant = placeholder
-
-    def output(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        return self._lifted(node, values)
-
-    def _lifted(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        value = values[node]
-        return lifting.lift_all(value) if node.op in ("placeholder", "get_attr") else value
-
-    def call(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        missing = next(
-            (values[used] for used in node.all_input_nodes if _is_missing(values[used])), None
-        )
-        if missing is not None:
-            return missing
-        target = node.target
-        own_dtypes = (
-            isinstance(target, torch._ops.HigherOrderOperator)
-            or lifting.about_bits(target)
-            or draws(node)
-        )
-        if own_dtypes:
-            return self._in_own_dtypes(node, values, None)
-        form = self.forms[node]
-        args, kwargs = map_arg((node.args, node.kwargs), lambda used: self._lifted(used, values))
-        args, kwargs = lifting.lifted_arguments(target, args, kwargs, _dtypes(form))
-        try:
-            result = target(*args, **kwargs)  # type: ignore[operator]
-        except Exception as error:  # an op may refuse a dtype in any way
-            del args, kwargs
-            return self._in_own_dtypes(node, values, error)
-        return self._laid_out(result, form)
-
-    def _in_own_dtypes(
-        self, node: Node, values: Mapping[Node, Any], refused: Exception | None
-    ) -> Any:
-        """Cast down, run, cast up."""
-
-        def own(used: Node) -> Any:
-            if used.op in ("placeholder", "get_attr"):
-                return values[used]
-            return lifting.lowered_argument(values[used], used, self.forms[used])
-
-        target: Any = node.target
-        try:
-            args, kwargs = map_arg((node.args, node.kwargs), own)
-            result = target(*args, **kwargs)
-        except Exception as error:  # nothing can be said of what depends on it
-            reason = f"{_name(target)} can't be run again: {_first_line(error)}"
-            self.notes[reason] = None
-            return _Missing(reason)
-        if not (draws(node) or hides_draws(node, self.graph) or lifting.about_bits(target)):
-            why = "it holds graphs" if refused is None else "it has no float64 kernel"
-            self.notes[f"{_name(target)} ran in its own dtypes instead of float64: {why}"] = None
-        return self._laid_out(lifting.lift_all(result), self.forms[node])
-
-    def _laid_out(self, result: Any, form: Any) -> Any:
-        """Lifted, with the strides that eager has: views after it are meant for these."""
-        if isinstance(result, list | tuple) and isinstance(form, list):
-            return [self._laid_out(item, own) for item, own in zip(result, form, strict=True)]
-        if not isinstance(result, torch.Tensor) or form is None:
-            return result
-        result = lifting.lift(result)
-        if form.strides is None or result.layout != torch.strided or result.numel() < 2:
-            return result
-        strides = result.stride()
-        if len(strides) != len(form.strides) or all(
-            own == wanted or size < 2
-            for own, wanted, size in zip(strides, form.strides, result.shape, strict=True)
-        ):
-            return result
-        return lifting.restrided(result, form.strides)
-
-
-def _is_missing(value: Any) -> bool:
-    return isinstance(value, _Missing)
-
-
-def _name(target: Any) -> str:
-    return str(target) if not callable(getattr(target, "name", None)) else str(target.name())
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-# --- what a run must not be disturbed by, nor disturb --------------------------------------------
+    def __call__(self) -> tuple[Spread, ...]:
+        if self._spreads is None:
+            found = [Spread()] * len(self._precise)
+            with _undisturbed(self._arguments[1]):
+                for outputs in disturbed_runs(*self._arguments):
+                    new = map(spread_of, outputs, self._precise)
+                    found = [one.joined(other) for one, other in zip(found, new, strict=True)]
+            self._spreads = tuple(found)
+        return self._spreads
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """No gradients, and no autocast, which would change dtypes inside ops."""
+def _undisturbed(inputs: Sequence[Any]) -> Iterator[None]:
+    """No gradients, and no autocast, which would change dtypes inside ops.
+
+    The states of the default generators, the CPU's and those of the inputs' devices, are put back.
+    """
+    indices = {
+        value.device.index
+        for value in inputs
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda"
+    }
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=sorted(indices)))
         stack.enter_context(torch.no_grad())
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def _generators_put_back(inputs: Sequence[Any]) -> Iterator[None]:
-    """The states of the default generators, of the CPU and of the inputs' devices, as before."""
-    devices = sorted(
-        {
-            value.device.index
-            for value in inputs
-            if isinstance(value, torch.Tensor) and value.device.type == "cuda"
-        }
-    )
-    with torch.random.fork_rng(devices=devices):
         yield

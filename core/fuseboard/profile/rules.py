@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
 from fuseboard.partition.replay import draws, hides_draws
+from fuseboard.profile import lifting
 
 #: How an output is judged.
 #:
@@ -20,21 +21,6 @@ from fuseboard.partition.replay import draws, hides_draws
 #: ``mismatches``: integers and booleans that floats reach: nearly as many right as eager has.
 #: ``unjudged``: random numbers or uninitialised memory reach it, or it couldn't be computed.
 Rule = Literal["close", "exact", "mismatches", "unjudged"]
-
-#: Ops whose result holds whatever was in memory.
-_UNINITIALISED = frozenset(
-    {
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::empty_permuted",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::_efficientzerotensor_empty",
-        "prims::empty_strided",
-        "prims::empty_permuted",
-    }
-)
 
 #: Ops that look at no element of the argument at this position, only at its shape and dtype.
 _VALUES_UNREAD = frozenset(
@@ -91,7 +77,7 @@ def reached_by(graph: GraphModule, values: Mapping[Node, Any]) -> dict[Node, Rea
         own = Reached(
             floats=_floating(dtypes),
             random=draws(node) or hides_draws(node, graph) or _keeps_state(node),
-            memory=_uninitialised(node, dtypes),
+            memory=_uninitialised(node, graph),
         )
         found[node] = _joined([own, *(found[used] for used in _read(node))])
     return found
@@ -127,15 +113,17 @@ def _keeps_state(node: Node) -> bool:
     return node.target in torch_internals.state_wrappers()
 
 
-def _uninitialised(node: Node, dtypes: Any) -> bool:
+def _uninitialised(node: Node, owner: torch.nn.Module) -> bool:
     target = node.target
     if target is operator.getitem:
         made: Any = node.args[0]
         name = getattr(getattr(made.target, "_schema", None), "name", "")
         return node.args[1] in _MEANINGLESS.get(name, ())
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target._schema.name in _UNINITIALISED and not _nothing_in(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        held = [getattr(owner, str(n.target), None) for n in node.all_input_nodes]
+        inner = [graph for graph in held if isinstance(graph, GraphModule)]
+        return any(_uninitialised(n, graph) for graph in inner for n in graph.graph.nodes)
+    return lifting.leaves_memory(target) and not _nothing_in(node)
 
 
 def _nothing_in(node: Node) -> bool:
@@ -145,19 +133,16 @@ def _nothing_in(node: Node) -> bool:
     )
 
 
-def rule_of(value: Any, reached: Reached) -> Rule:
-    """The rule for an output.
+def rule_of(value: Any, reached: Reached | None) -> Rule:
+    """The rule for an output whose values mean something.
 
     :param value: what eager gives.
+    :param reached: None for what is no node's value.
     """
-    if value is None:
-        return "exact"
-    if reached.random or reached.memory:
-        return "unjudged"
     if isinstance(value, torch.Tensor):
         floating = value.is_floating_point() or value.is_complex()
     else:
         floating = isinstance(value, float | complex)
-    if floating:
+    if floating and reached is not None:
         return "close"
-    return "mismatches" if reached.floats else "exact"
+    return "mismatches" if reached is not None and reached.floats else "exact"

@@ -27,12 +27,27 @@ class Spread:
     rms: float = 0.0
     mismatches: int = 0
 
+    def joined(self, other: Spread) -> Spread:
+        """The larger of both, number by number."""
+        return Spread(
+            worst=max(self.worst, other.worst),
+            rmse=max(self.rmse, other.rmse),
+            rms=max(self.rms, other.rms),
+            mismatches=max(self.mismatches, other.mismatches),
+        )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has strides."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
 
 def chunks(*tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     """Tensors of one shape in flat pieces that belong together: (number of the first, pieces).
 
     The order is that of memory in the first tensor, so that no copy of it has to be made.
     """
+    tensors = tuple(map(dense, tensors))
     first = tensors[0]
     order = in_memory(first)
     flat = [tensor.permute(order).reshape(-1) for tensor in tensors]
@@ -48,6 +63,7 @@ def in_memory(tensor: torch.Tensor) -> list[int]:
 
 def place_of(number: int, tensor: torch.Tensor) -> tuple[int, ...]:
     """The index of an element by its number in :func:`chunks`."""
+    tensor = dense(tensor)
     order = in_memory(tensor)
     place = [0] * tensor.dim()
     for dim in reversed(order):
@@ -67,13 +83,19 @@ def aim(eager: torch.Tensor, precise: torch.Tensor) -> torch.Tensor:
     overflows doesn't there.
     """
     wide = widened(eager)
-    return torch.where(eager.isfinite() & precise.isfinite(), precise, wide)
+    return torch.where(wide.isfinite() & precise.isfinite(), precise, wide)
 
 
 def spread_of(eager: Any, precise: Any) -> Spread:
-    """Measure one output."""
+    """Measure one output; nothing where there is no float64 value, or one of another shape."""
+    if precise is None:
+        return Spread()
     if not isinstance(eager, torch.Tensor):
-        return Spread(worst=abs(eager - precise), rms=abs(precise), rmse=abs(eager - precise))
+        if not isinstance(eager, float | complex):
+            return Spread(mismatches=int(eager != precise))
+        eager, precise = (torch.tensor(value, dtype=torch.float64) for value in (eager, precise))
+    if eager.shape != precise.shape:
+        return Spread()
     if not (eager.is_floating_point() or eager.is_complex()):
         wrong = sum(int((e != p).sum()) for _, (e, p) in chunks(eager, precise))
         return Spread(mismatches=wrong)
