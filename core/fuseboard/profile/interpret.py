@@ -204,13 +204,13 @@ class Lifted:
     """Each op in float64, or in the widest dtype that it has.
 
     :ivar notes: which ops ran in another dtype, and which not at all.
-    :ivar refused: the nodes that did.
+    :ivar rounded: the nodes whose roundings are eager's: those, and those in float64 anyway.
     """
 
     def __init__(self, forms: Mapping[Node, Any]) -> None:
         self.forms = forms
         self.notes: dict[str, None] = {}
-        self.refused: set[Node] = set()
+        self.rounded = {node for node, form in forms.items() if _wide(form)}
 
     def given(self, node: Node, value: Any) -> Any:
         return _Given(value)
@@ -261,7 +261,7 @@ class Lifted:
                 error = raised
                 continue
             if why:
-                self.refused.add(node)
+                self.rounded.add(node)
                 kind = "float32" if wide else "its own dtypes"
                 self.notes[f"{name_of(node.target)} ran in {kind}, not in float64: {why}"] = None
             return self._laid_out(result, self.forms[node])
@@ -305,6 +305,12 @@ def _lifted(value: Any) -> Any:
     return value.lifted if isinstance(value, _Given) else value
 
 
+def _wide(form: Any) -> bool:
+    if isinstance(form, list):
+        return any(map(_wide, form))
+    return form is not None and form.dtype in (torch.float64, torch.complex128)
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
@@ -326,23 +332,22 @@ class Disturbed(Eager):
     (Monte Carlo arithmetic: Parker, "Monte Carlo Arithmetic", UCLA 1997). Integers that are held
     as floats stay as they are, since all engines have them exactly.
 
-    :param refused: nodes that have no float64 kernel. The reference has eager's own rounding there,
-        so what they read is disturbed as well.
+    :param rounded: nodes that the reference has with eager's own roundings, so that these don't
+        show: those in float64 already, and those that refuse it. What they read is disturbed, too.
     """
 
-    def __init__(self, refused: set[Node], seed: int) -> None:
+    def __init__(self, rounded: set[Node], seed: int) -> None:
         super().__init__({})
-        self.refused = refused
+        self.rounded = rounded
         self.seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def computed(self, node: Node, target: Any, args: Any, kwargs: Any) -> Any:
-        if node in self.refused:
-            args = tuple(self.disturbed(value) for value in args)
-        result = super().computed(node, target, args, kwargs)
         if lifting.exact(target):
-            return result
-        return self.disturbed(result)
+            return super().computed(node, target, args, kwargs)
+        if node in self.rounded:
+            args = tuple(self.disturbed(value) for value in args)
+        return self.disturbed(super().computed(node, target, args, kwargs))
 
     def disturbed(self, value: Any) -> Any:
         """Tensors of floats, also in lists, each a unit in the last place off."""
@@ -350,7 +355,11 @@ class Disturbed(Eager):
             return (
                 type(value)(map(self.disturbed, value)) if type(value) in (list, tuple) else value
             )
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_complex():
+            return torch.view_as_complex(self.disturbed(torch.view_as_real(value.resolve_conj())))
+        if not value.is_floating_point():
             return value
         if value.layout != torch.strided or value.numel() == 0 or value.dtype.itemsize < 2:
             return value
@@ -366,8 +375,8 @@ class Disturbed(Eager):
 
 
 def disturbed_runs(
-    graph: GraphModule, inputs: Sequence[Any], refused: set[Node], count: int
+    graph: GraphModule, inputs: Sequence[Any], rounded: set[Node], count: int
 ) -> Iterator[list[Any]]:
     """Outputs of a graph with its roundings disturbed in ``count`` ways."""
     for seed in range(count):
-        yield run(graph, inputs, Disturbed(refused, seed))
+        yield run(graph, inputs, Disturbed(rounded, seed))

@@ -92,7 +92,7 @@ def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
         rules=tuple(rules),
         spreads=tuple(map(spread_of, eager, precise)),
         notes=tuple(notes),
-        disturbed=_Disturbed(graph, inputs, precise, lifted.refused),
+        disturbed=_Disturbed(graph, inputs, precise, lifted.rounded),
     )
 
 
@@ -148,9 +148,9 @@ class _Disturbed:
         graph: GraphModule,
         inputs: Sequence[Any],
         precise: Sequence[Any],
-        refused: set[Node],
+        rounded: set[Node],
     ) -> None:
-        self._arguments = (graph, inputs, refused, DISTURBED_RUNS)
+        self._arguments = (graph, inputs, rounded, DISTURBED_RUNS)
         self._precise = precise
         self._spreads: tuple[Spread, ...] | None = None
 

@@ -19,10 +19,12 @@ class Spread:
     :ivar worst: the largest distance of an element.
     :ivar rmse: the root of the mean squared distance.
     :ivar rms: the root of the mean square of the float64 values.
+    :ivar relative: the largest distance of an element as a share of its float64 value.
     :ivar mismatches: elements that differ, for integers and booleans.
     """
 
     worst: float = 0.0
+    relative: float = 0.0
     rmse: float = 0.0
     rms: float = 0.0
     mismatches: int = 0
@@ -31,6 +33,7 @@ class Spread:
         """The larger of both, number by number."""
         return Spread(
             worst=max(self.worst, other.worst),
+            relative=max(self.relative, other.relative),
             rmse=max(self.rmse, other.rmse),
             rms=max(self.rms, other.rms),
             mismatches=max(self.mismatches, other.mismatches),
@@ -99,16 +102,19 @@ def spread_of(eager: Any, precise: Any) -> Spread:
     if not (eager.is_floating_point() or eager.is_complex()):
         wrong = sum(int((e != p).sum()) for _, (e, p) in chunks(eager, precise))
         return Spread(mismatches=wrong)
-    worst, squares, errors, count = 0.0, 0.0, 0.0, 0
+    worst, relative, squares, errors, count = 0.0, 0.0, 0.0, 0.0, 0
     for _, (piece, exact) in chunks(eager, precise):
         target = aim(piece, exact)
-        finite = target.isfinite()
+        finite = target.isfinite() & piece.isfinite()
         target = torch.where(finite, target, 0)
+        size = target.abs()
         distance = (torch.where(finite, widened(piece), 0) - target).abs()
         worst = max(worst, float(distance.max()))
+        relative = max(relative, float((distance / size).nan_to_num(0.0, posinf=torch.inf).max()))
         errors += float(distance.square().sum())
-        squares += float(target.abs().square().sum())
+        squares += float(size.square().sum())
         count += int(finite.sum())
     if count == 0:
         return Spread()
-    return Spread(worst=worst, rmse=(errors / count) ** 0.5, rms=(squares / count) ** 0.5)
+    rmse, rms = (errors / count) ** 0.5, (squares / count) ** 0.5
+    return Spread(worst=worst, relative=relative, rmse=rmse, rms=rms)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,25 +77,22 @@ def _value(reference: Reference, number: int, got: Any) -> str:
     What eager's own error doesn't allow is looked at again: eager may have been lucky, as it easily
     is in outputs of few elements.
     """
-    problem = _against(reference, number, got, reference.spreads[number])
+    problem = _against(reference, number, got, Spread())
     if not problem or reference.rules[number] == "exact":
         return problem
-    spreads = reference.disturbed()
-    if not spreads:
-        return problem
-    scale = DISTURBED_FACTOR / WORST_FACTOR
-    other = replace(spreads[number], worst=scale * spreads[number].worst)
-    return _against(reference, number, got, reference.spreads[number].joined(other)) and problem
+    disturbed = reference.disturbed()
+    return _against(reference, number, got, disturbed[number]) and problem if disturbed else problem
 
 
-def _against(reference: Reference, number: int, got: Any, spread: Spread) -> str:
+def _against(reference: Reference, number: int, got: Any, disturbed: Spread) -> str:
+    spread = reference.spreads[number]
     eager, rule = reference.eager[number], reference.rules[number]
     if eager is None or rule == "unjudged":
         return ""
     precise = reference.precise[number]
     if not isinstance(eager, torch.Tensor):
         if rule != "close":
-            right = got in (eager, precise) or spread.mismatches > 0
+            right = got in (eager, precise) or max(spread.mismatches, disturbed.mismatches) > 0
             return "" if right else f"is {got}, eager has {eager}"
         eager, got, precise = (
             torch.tensor(value, dtype=torch.float64) for value in (eager, got, precise)
@@ -104,8 +100,9 @@ def _against(reference: Reference, number: int, got: Any, spread: Spread) -> str
     if eager.numel() == 0:
         return ""
     if rule == "close":
-        return _far(eager, precise, got.detach(), spread)
+        return _far(eager, precise, got.detach(), spread, disturbed)
     exact = rule == "exact"
+    spread = spread.joined(disturbed)
     return _mismatches(eager, eager if exact else precise, got.detach(), spread, exact)
 
 
@@ -148,17 +145,21 @@ def allowed_mismatches(eagers: int, total: int) -> int:
     return eagers + int(3 * eagers**0.5) + total // MISMATCH_SHARE
 
 
-def _far(eager: torch.Tensor, precise: torch.Tensor, got: torch.Tensor, spread: Spread) -> str:
+def _far(
+    eager: torch.Tensor,
+    precise: torch.Tensor,
+    got: torch.Tensor,
+    spread: Spread,
+    disturbed: Spread,
+) -> str:
     """Floating and complex numbers: element by element, then all of them together."""
-    info = torch.finfo(eager.dtype)
-    tiny = info.tiny if info.bits > 16 or info.tiny < 1e-30 else info.smallest_normal * info.eps
     wrong, errors, count = 0, 0.0, 0
     worst, where, values = 0.0, -1, (0.0, 0.0, 0.0)
     for start, (has, exact, have) in chunks(eager, precise, got):
         target = aim(has, exact)
         finite = target.isfinite()
         wide = widened(have)
-        allowed = WORST_FACTOR * spread.worst + FLOOR_UNITS * info.eps * target.abs() + tiny
+        allowed = limits(target.abs(), eager.dtype, spread, disturbed)
         distance = (wide - target).abs()
         beyond = torch.where(
             finite,
@@ -181,13 +182,31 @@ def _far(eager: torch.Tensor, precise: torch.Tensor, got: torch.Tensor, spread: 
             f"error is {spread.worst:.3g})"
         )
     rmse = (errors / count) ** 0.5 if count else 0.0
-    limit = rmse_limit(spread, eager)
+    limit = rmse_limit(spread.joined(disturbed), eager)
     if rmse > limit:
         return (
             f"is {rmse:.3g} from float64 in the root mean square, eager {spread.rmse:.3g} "
             f"({rmse / limit:.3g} times beyond the limit)"
         )
     return ""
+
+
+def limits(
+    sizes: torch.Tensor, dtype: torch.dtype, spread: Spread, disturbed: Spread
+) -> torch.Tensor:
+    """How far each element may be off.
+
+    :param sizes: the absolute values of what they should be.
+    """
+    info = torch.finfo(dtype)
+    tiny = info.tiny if info.tiny < 1e-30 else info.tiny * info.eps  # float16 isn't flushed to zero
+    allowed = WORST_FACTOR * spread.worst + FLOOR_UNITS * info.eps * sizes + tiny
+    if disturbed.worst > 0:
+        further = torch.full_like(sizes, disturbed.worst)
+        if disturbed.relative < torch.inf:
+            further = further.minimum(disturbed.relative * sizes)
+        allowed = allowed.maximum(DISTURBED_FACTOR * further)
+    return allowed
 
 
 def rmse_limit(spread: Spread, eager: torch.Tensor) -> float:
