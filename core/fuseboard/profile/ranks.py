@@ -1,0 +1,193 @@
+"""The ranks of a distributed job compile the same: rank 0 decides, the others do as it decided.
+
+What is measured differs from rank to rank. Were each to follow its own measurements, ranks might
+round otherwise, or save other values, and parameters that should stay equal would drift apart.
+
+Ranks talk through the key-value store of their process group, not by collectives: that needs no
+GPU, disturbs no collective of the job, waits no longer than it is told to, and knows who is
+missing. All ranks must ask for the same things, in the same order among those of one name. Nothing
+happens where ``torch.distributed`` isn't initialised, or where there is one rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fuseboard.errors import RankError
+
+T = TypeVar("T")
+
+#: How long other ranks are waited for, in seconds: they may be compiling or measuring.
+WAIT_S = 600.0
+_SLOWEST_POLL_S = 0.1
+#: How many ranks, and how much of a part's text, an error shows.
+_SHOWN_RANKS, _SHOWN_TEXT = 8, 80
+
+
+def from_first(
+    decide: Callable[[], T], what: str, *, wait_s: float = WAIT_S, group: Any = None
+) -> T:
+    """What ``decide`` answers on rank 0, on every rank; it isn't called on the others.
+
+    :param what: names the decision: the same on every rank, and of another text for another thing.
+    :param group: the ranks that compile the same; None: all of the job.
+    :raises RankError: rank 0 doesn't answer, or ``decide`` raised there. On rank 0 that exception
+        itself goes on.
+    """
+    job = _job(group)
+    if job is None:
+        return decide()
+    place = job.place(what)
+    if job.rank == 0:
+        try:
+            answer = decide()
+        except BaseException as error:
+            job.post(place, ["raised", f"{type(error).__name__}: {error}"])
+            raise
+        job.post(place, ["answer", answer])
+        return answer
+    job.wait([place], [0], wait_s, what)
+    outcome, value = job.fetch(place)
+    if outcome == "raised":
+        raise RankError(f"rank 0 failed to decide {what}: {value}")
+    return value  # type: ignore[no-any-return]
+
+
+def agree(value: T, what: str, *, wait_s: float = WAIT_S, group: Any = None) -> T:
+    """Rank 0's value, on every rank; otherwise as :func:`from_first`."""
+    return from_first(lambda: value, what, wait_s=wait_s, group=group)
+
+
+def check_same(
+    parts: Mapping[str, str], what: str, *, wait_s: float = WAIT_S, group: Any = None
+) -> None:
+    """See that all ranks have come to the same thing, such as a graph; waits for all of them.
+
+    :param parts: name → text: what has to be equal.
+    :raises RankError: a rank has something else, or doesn't come. It is raised on every rank.
+    """
+    job = _job(group)
+    if job is None:
+        return
+    place = job.place(what)
+    ranks = range(job.size)
+    own = hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()
+    # The hashes are for everybody, the parts for whoever finds that they differ.
+    job.post(f"{place}/parts/{job.rank}", dict(parts))
+    job.post(f"{place}/hash/{job.rank}", own)
+    job.wait([f"{place}/hash/{rank}" for rank in ranks], ranks, wait_s, what)
+    first = job.fetch(f"{place}/hash/0")
+    others = [rank for rank in ranks if job.fetch(f"{place}/hash/{rank}") != first]
+    if others:
+        one, other = (job.fetch(f"{place}/parts/{rank}") for rank in (0, others[0]))
+        raise RankError(
+            f"{what} isn't the same on every rank: {_named(others)} and rank 0 differ in "
+            f"{_difference(one, other, others[0])}. Ranks have to compile the same graphs in the "
+            "same order; check for code that depends on the rank, and for inputs of different sizes"
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """This process among the ranks of a group."""
+
+    rank: int
+    size: int
+    name: str
+    store: Any
+
+    def place(self, what: str) -> str:
+        """Where the next exchange of this name is held; equal on all ranks."""
+        with _counting:
+            number = _asked[self.name, what]
+            _asked[self.name, what] += 1
+        return f"fuseboard/{hashlib.sha256(what.encode()).hexdigest()[:16]}/{number}"
+
+    def post(self, place: str, value: Any) -> None:
+        text = base64.b64encode(pickle.dumps(value)).decode()
+        try:
+            self.store.set(place, text)
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} can't reach the job's store: {error}") from error
+
+    def fetch(self, place: str) -> Any:
+        """What is there, after ``wait``. Only ranks of the job, which run the same code, post."""
+        try:
+            return pickle.loads(base64.b64decode(self.store.get(place)))
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} can't reach the job's store: {error}") from error
+
+    def wait(self, places: Sequence[str], ranks: Sequence[int], wait_s: float, what: str) -> None:
+        """Until each of the ranks has posted to its place.
+
+        Asks again and again: a blocking wait would keep other threads from the store, torch's own
+        among them, and Ctrl-C from ending it.
+        """
+        end = time.monotonic() + wait_s
+        poll_s = 0.001
+        try:
+            while not self.store.check(list(places)):
+                if time.monotonic() > end:
+                    missing = [
+                        rank
+                        for rank, place in zip(ranks, places, strict=True)
+                        if not self.store.check([place])
+                    ]
+                    raise RankError(
+                        f"rank {self.rank} waited {wait_s:g} s for {_named(missing)} to come to "
+                        f"{what}. It failed, is slower than that, or doesn't compile what this "
+                        "rank compiles: ranks have to compile the same graphs in the same order"
+                    )
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _SLOWEST_POLL_S)
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} can't reach the job's store: {error}") from error
+
+
+#: How often each thing was asked for. Kept when a process group is gone: the next one may have its
+#: name and its store, and old entries must not be taken for new ones.
+_asked: Counter[tuple[str, str]] = Counter()
+_counting = threading.Lock()
+
+
+def _job(group: Any) -> _Job | None:
+    """None where this process has nobody to agree with."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if group is None:
+        group = dist.group.WORLD
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0 or size < 2 or dist.get_backend(group) == "fake":
+        return None  # not of the group, alone in it, or a group without other processes
+    return _Job(rank, size, str(group.group_name), group.get_group_store())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _difference(one: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
+    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return "; ".join(
+        f"{name} ({_shown(one.get(name))} on rank 0, {_shown(other.get(name))} on rank {rank})"
+        for name in names
+    )
+
+
+def _shown(text: str | None) -> str:
+    if text is None:
+        return "none"
+    return repr(text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}...")
