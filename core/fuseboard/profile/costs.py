@@ -11,16 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuseboard.errors import CostsError
 from fuseboard.profile.costs_exchange import Imported, read_export, write_export
-from fuseboard.profile.costs_file import CostFile, Unusable
+from fuseboard.profile.costs_file import CostFile, Unusable, guard
 from fuseboard.profile.costs_rows import (
     PUT,
     PUT_RECORD,
@@ -71,13 +69,11 @@ class CostDatabase:
         self._file = None if path is None else CostFile(path, wait_s)
         self._retry_s = retry_s
         self._read_after = self._write_after = 0.0
-        self._lock = threading.Lock()
         #: What isn't in the file: everything without one, else what waits to be written.
         self._decisions: dict[str, tuple[Decision, bool]] = {}
         self._records: dict[tuple[str, str], TuningRecord] = {}
         self._problem = ""
         self._told: set[str] = set()
-        _databases.add(self)
 
     @property
     def problem(self) -> str:
@@ -98,11 +94,12 @@ class CostDatabase:
 
         :param replace: also where a settled decision is there and this one isn't settled.
         """
-        with self._lock:
+        with guard:
             for decision in decisions:
                 before = self._decisions.get(decision.key)
                 if replace or before is None or decision.settled >= before[0].settled:
-                    self._decisions[decision.key] = decision, replace
+                    force = replace or (before is not None and before[1])
+                    self._decisions[decision.key] = decision, force
         self._flush()
 
     def nearest(self, level: str, parts: Mapping[str, str]) -> tuple[str, ...]:
@@ -135,7 +132,7 @@ class CostDatabase:
             return connection.executemany("DELETE FROM decisions WHERE key = ?", wanted).rowcount
 
         count = self._write_or_raise(delete) if self._has_file() and wanted else 0
-        with self._lock:
+        with guard:
             return count + sum(self._decisions.pop(key, None) is not None for (key,) in wanted)
 
     # --- tuning records -------------------------------------------------------------------------
@@ -143,7 +140,7 @@ class CostDatabase:
     def put_record(self, namespace: str, key: str, value: bytes) -> None:
         """Keep bytes of a plugin's; an equal key is replaced."""
         record = TuningRecord(namespace, key, bytes(value), time.time())
-        with self._lock:
+        with guard:
             self._records[namespace, key] = record
         self._flush()
 
@@ -174,7 +171,7 @@ class CostDatabase:
             ).rowcount
 
         count = self._write_or_raise(delete) if self._has_file() else 0
-        with self._lock:
+        with guard:
             waiting = [place for place in self._records if place[0] == namespace]
             for place in waiting:
                 del self._records[place]
@@ -207,14 +204,14 @@ class CostDatabase:
         return self._write_or_raise(content.merge)
 
     def _refuse_own(self, path: Path) -> None:
-        if self.path is not None and self.path.exists() and path.exists():
+        if self.path is not None and os.path.exists(self.path) and os.path.exists(path):
             if os.path.samefile(path, self.path):
                 raise CostsError(f"{path} is the database itself")
 
     # --- the file -------------------------------------------------------------------------------
 
     def _has_file(self) -> bool:
-        return self.path is not None and self.path.exists()
+        return self.path is not None and os.path.exists(self.path)
 
     def _select(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
         """The rows, none where the file can't be read."""
@@ -225,17 +222,20 @@ class CostDatabase:
             return connection.execute(statement, values).fetchall()
 
         try:
-            return self._file.read(select, [])
+            rows: list[tuple[Any, ...]] = self._file.read(select, [])
         except Unusable as error:
             self._read_after = time.monotonic() + self._retry_s
             self._tell(str(error))
             return []
+        if not self._decisions and not self._records:
+            self._problem = ""
+        return rows
 
     def _flush(self) -> None:
         """Write what waits, if the file allows it."""
         if self._file is None or time.monotonic() < self._write_after:
             return
-        with self._lock:
+        with guard:
             decisions, records = dict(self._decisions), dict(self._records)
 
         def put(connection: sqlite3.Connection) -> None:
@@ -250,7 +250,7 @@ class CostDatabase:
             self._tell(str(error))
             return
         self._problem = ""
-        with self._lock:
+        with guard:
             for key, waiting in decisions.items():
                 if self._decisions.get(key) is waiting:
                     del self._decisions[key]
@@ -298,7 +298,6 @@ class CostDatabase:
 
 # --- this process's -------------------------------------------------------------------------------
 
-_databases: weakref.WeakSet[CostDatabase] = weakref.WeakSet()
 _opened: dict[Path | None, CostDatabase] = {}
 
 
@@ -313,14 +312,6 @@ def database(settings: Settings) -> CostDatabase:
 
         chosen = settings.cache_dir or platformdirs.user_cache_dir("fuseboard", appauthor=False)
         path = Path(chosen).expanduser().absolute() / NAME
-    return _opened.setdefault(path, CostDatabase(path)) if path not in _opened else _opened[path]
-
-
-def _renew_locks() -> None:
-    """In a forked child: a thread that isn't there any more may have held one."""
-    for known in list(_databases):
-        known._lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+    if path not in _opened:
+        _opened.setdefault(path, CostDatabase(path))
+    return _opened[path]

@@ -134,7 +134,7 @@ def _write_json(path: Path, decisions: Sequence[Decision], records: Sequence[Tun
             for record in records
         ],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_sqlite(

@@ -16,6 +16,7 @@ import os
 import random
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,12 +47,23 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ),
 )
 
+#: Held while a database is worked on. A fork waits for it: SQLite's own mutexes, held by a thread
+#: that the child doesn't have, would never be free there.
+guard = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=guard.acquire, after_in_parent=guard.release, after_in_child=guard.release
+    )
+
 #: How long one statement waits for a lock inside SQLite, which Ctrl-C can't end.
 _BUSY_S = 0.1
 _ROUNDS = 3
 
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+_UNWRITABLE = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
+#: Read a file that nobody writes, without locks.
+_FROZEN = "ro&immutable=1"
 _WHY = {
     sqlite3.SQLITE_FULL: "the disk is full",
     sqlite3.SQLITE_READONLY: "it can't be written",
@@ -86,10 +98,17 @@ class CostFile:
         """
 
         def reading() -> T:
-            if not self.path.exists():
+            if not os.path.exists(self.path):
                 return default
-            with self._reader() as connection:
-                return work(connection) if check(connection) else default
+            try:
+                return self._read_in("rw", work, default)
+            except sqlite3.OperationalError as error:
+                # WAL needs two files beside the database. Without them, and where none can be made,
+                # what is in the file is all there is.
+                wal = self.path.with_name(f"{self.path.name}-wal")
+                if _code(error) not in _UNWRITABLE or (wal.exists() and wal.stat().st_size):
+                    raise
+                return self._read_in(_FROZEN, work, default)
 
         return self._persist(reading)
 
@@ -114,25 +133,16 @@ class CostFile:
 
         return self._persist(writing)
 
-    @contextlib.contextmanager
-    def _reader(self) -> Iterator[sqlite3.Connection]:
-        """A connection that can read; the file and its directory may be read-only."""
-        with connected(self.path, "rw") as connection:
-            try:
-                if check(connection) and version_of(connection) < len(STEPS):
-                    with transaction(connection):
-                        upgrade(connection)
-            except sqlite3.OperationalError as error:
-                # WAL needs two files beside the database. Without them, and where none can be made,
-                # what is in the file is all there is.
-                wal = self.path.with_name(f"{self.path.name}-wal")
-                if _code(error) not in _UNWRITABLE or (wal.exists() and wal.stat().st_size):
-                    raise
-            else:
-                yield connection
-                return
-        with connected(self.path, "ro&immutable=1") as connection:
-            yield connection
+    def _read_in(self, mode: str, work: Work[T], default: T) -> T:
+        with connected(self.path, mode) as connection:
+            if not check(connection):
+                return default
+            if version_of(connection) < len(STEPS):
+                if mode == _FROZEN:
+                    raise Unusable("it is of an older version and can't be brought up to date")
+                with transaction(connection):
+                    upgrade(connection)
+            return work(connection)
 
     def _persist(self, attempt: Callable[[], T]) -> T:
         """The attempt's answer, after waiting for locks and setting damaged files aside."""
@@ -140,7 +150,8 @@ class CostFile:
         rounds = 0
         while True:
             try:
-                return attempt()
+                with guard:
+                    return attempt()
             except Foreign as error:
                 problem: Exception = error
             except sqlite3.Error as error:
@@ -164,7 +175,9 @@ class CostFile:
         """
         try:
             with _alone(self.path.with_name(f"{self.path.name}.lock"), end):
-                if self._is_sound():
+                with guard:
+                    sound = self._is_sound()
+                if sound:
                     return
                 aside = self._free_name()
                 # First what belongs to it: a log that stayed would be applied to the new file.
@@ -188,7 +201,7 @@ class CostFile:
 
     def _is_sound(self) -> bool:
         """Whether what is there now is an undamaged cost database, or nothing is there."""
-        if not self.path.exists():
+        if not os.path.exists(self.path):
             return True
         try:
             with connected(self.path, "rw") as connection:
@@ -268,9 +281,6 @@ def upgrade(connection: sqlite3.Connection) -> None:
 def _tables(connection: sqlite3.Connection) -> set[str]:
     rows = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
     return {name for (name,) in rows}
-
-
-_UNWRITABLE = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
 
 
 def _code(error: sqlite3.Error) -> int:
