@@ -30,6 +30,7 @@ from fuseboard import (
 from fuseboard.config import resolve
 from fuseboard.errors import ContractError, HookTimeout, RegistrationError
 from tests.board_fakes import FakeEntryPoint, a_board, a_graph, backend, plugin
+from tests.support.samplers import FakeSampler
 
 
 @pytest.fixture(autouse=True)
@@ -232,10 +233,13 @@ ASK = {
     },
     "fuseboard_verify": {"region": None, "expected": [], "result": [], "inputs": []},
     "fuseboard_measure": {"calls": [lambda: None], "budget_s": 0.1},
+    "fuseboard_sampler": {},
     "fuseboard_on_failure": {"region": "r", "plugin": "p", "stage": "run", "error": ValueError()},
     "fuseboard_event": {"event": fuseboard.Event("graph", "g0")},
 }
 LIES = [
+    ("sampler", 3, "it has no method start"),
+    ("sampler", FakeSampler(python_frames=None), "python_frames is None of type NoneType"),
     ("decompositions", ["aten.relu"], "the answer is ['aten.relu'] of type list"),
     ("decompositions", {"aten.relu": 3}, "what decomposes aten.relu is 3 of type int"),
     ("fuse", (fusion("relu"),), "it isn't a list"),

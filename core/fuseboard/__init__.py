@@ -22,6 +22,11 @@ if TYPE_CHECKING:
         Measurement,
         Plan,
         Region,
+        Sampler,
+        SamplerStatus,
+        SamplingOptions,
+        StackFrame,
+        StackSample,
         Trip,
         Verdict,
     )
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
         PluginError,
         RegionError,
         RegistrationError,
+        SamplingError,
         SettingsError,
     )
     from fuseboard.hookspecs import hookimpl
@@ -45,6 +51,9 @@ if TYPE_CHECKING:
     from fuseboard.partition.patterns import claim_patterns
     from fuseboard.profile.measure import measure
     from fuseboard.profile.memory import MemoryPoint, measure_memory
+    from fuseboard.profile.sampling import SamplingProfiler
+    from fuseboard.profile.sampling_process import SamplerProcess
+    from fuseboard.profile.sampling_result import RegionShare, SampledProfile
     from fuseboard.report.data import GraphReport
     from fuseboard.report.explain import Explanation, explain, last_report
 
@@ -61,6 +70,11 @@ _HOMES = {
         "Measurement",
         "Plan",
         "Region",
+        "Sampler",
+        "SamplerStatus",
+        "SamplingOptions",
+        "StackFrame",
+        "StackSample",
         "Trip",
         "Verdict",
     ),
@@ -73,6 +87,7 @@ _HOMES = {
         "PluginError",
         "RegionError",
         "RegistrationError",
+        "SamplingError",
         "SettingsError",
     ),
     "fuseboard.hookspecs": ("hookimpl",),
@@ -84,6 +99,9 @@ _HOMES = {
     "fuseboard.partition.patterns": ("claim_patterns",),
     "fuseboard.profile.measure": ("measure",),
     "fuseboard.profile.memory": ("MemoryPoint", "measure_memory"),
+    "fuseboard.profile.sampling": ("SamplingProfiler",),
+    "fuseboard.profile.sampling_process": ("SamplerProcess",),
+    "fuseboard.profile.sampling_result": ("RegionShare", "SampledProfile"),
     "fuseboard.report.data": ("GraphReport",),
     "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
 }
@@ -109,8 +127,18 @@ __all__ = [
     "PluginError",
     "Region",
     "RegionError",
+    "RegionShare",
     "RegistrationError",
+    "SampledProfile",
+    "Sampler",
+    "SamplerProcess",
+    "SamplerStatus",
+    "SamplingError",
+    "SamplingOptions",
+    "SamplingProfiler",
     "SettingsError",
+    "StackFrame",
+    "StackSample",
     "Trip",
     "Verdict",
     "claim_nodes",

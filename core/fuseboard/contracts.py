@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.fx import GraphModule
@@ -44,7 +44,7 @@ class BackendInfo:
     :ivar bakes_constants: lowered code holds the *values* of static inputs.
     :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
     :ivar wraps_only: it runs no ops itself but wraps what other backends lowered
-        (``fuseboard_wrap``); it isn't in the order of backends.
+        (``fuseboard_wrap``), or samples (``fuseboard_sampler``); it isn't in the order of backends.
     :ivar by_request: it runs only where ``backends`` names it: under the policy ``priority`` its
         place would be a guess.
     :ivar may_crash: its lowering can end the process (an engine that aborts on bad input). With the
@@ -224,3 +224,77 @@ class Event:
     graph: str
     seconds: float = 0.0
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """One call on a sampled stack.
+
+    :ivar file: "" where it isn't known, as of most native code; else as Python has it.
+    :ivar line: the line that ran; 0 where it isn't known.
+    """
+
+    name: str
+    file: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class StackSample:
+    """A stack that was seen, outermost call first, ``count`` times."""
+
+    stack: tuple[StackFrame, ...]
+    thread: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What a session asks of its sampler.
+
+    :ivar rate_hz: how many samples a second.
+    :ivar max_duration_s: the sampler ends by itself after so long; the work goes on.
+    :ivar tags: the user's words for the run.
+    """
+
+    rate_hz: float
+    max_duration_s: float
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SamplerStatus:
+    """How far a sampler is.
+
+    :ivar state: ``starting`` until it takes samples, ``running`` while it does, ``processing``
+        until its results are there, then ``finished``; ``failed`` where none will be.
+    :ivar detail: of a failure: what was missing and how to get it; else what people should know,
+        such as that native frames had to be left out.
+    """
+
+    state: Literal["starting", "running", "processing", "finished", "failed"]
+    detail: str = ""
+
+
+class Sampler(Protocol):
+    """An external profiler for one session; it is started once. No method waits for long.
+
+    :ivar python_frames: its stacks have the Python calls, with their lines.
+    """
+
+    python_frames: bool
+
+    def start(self, pid: int, run_id: str, options: SamplingOptions) -> None:
+        """Start sampling process ``pid``, and return before it runs. Raises if it can't."""
+
+    def status(self) -> SamplerStatus:
+        """How far it is."""
+
+    def stop(self) -> None:
+        """End sampling, and leave no process that samples. It may be called at any time, twice."""
+
+    def results(self) -> list[StackSample] | None:
+        """What was sampled, in the order of time; None while it is being processed."""

@@ -32,6 +32,7 @@ from fuseboard.contracts import (
     Random,
     Region,
     Repeats,
+    Sampler,
     Stage,
     Verdict,
 )
@@ -236,6 +237,18 @@ def fuseboard_measure(
     """Time calls in turn (never one after the other's end) within ``budget_s`` seconds.
 
     One measurement per call, in order. The default interleaves rounds and reports quartiles.
+    """
+
+
+@hookspec
+def fuseboard_sampler(options: Any) -> Sampler | None:
+    """Give an external profiler that samples this process's stacks, for one session.
+
+    Called when a :class:`~fuseboard.SamplingProfiler` starts, on every plugin in order, each time
+    for a new object; nothing may be started yet. Samplers whose stacks have Python frames are tried
+    first, and the next one where one can't start. A plugin whose profiler isn't installed says so
+    in ``fuseboard_backend`` (``available=False``, ``wraps_only=True``): the user is then told its
+    reason. None means that this plugin can't sample here.
     """
 
 

@@ -235,6 +235,13 @@ def _measurements(answer: Any, arguments: Arguments) -> Problems:
         yield f"{len(answer)} measurements for {len(calls)} calls"
 
 
+def _sampler(answer: Any, arguments: Arguments) -> Problems:
+    for method in ("start", "status", "stop", "results"):
+        if not callable(getattr(answer, method, None)):
+            yield f"it has no method {method}"
+    yield from _is(getattr(answer, "python_frames", None), bool, "python_frames")
+
+
 def _action(answer: Any, arguments: Arguments) -> Problems:
     if answer not in get_args(FailureAction):
         yield "there is no such action"
@@ -257,6 +264,7 @@ _CHECKERS: dict[str, tuple[str, Callable[[Any, Arguments], Problems]]] = {
     "fuseboard_export": ("a tuple with one result for each output of the graph", _exported),
     "fuseboard_verify": ("a Verdict", _verdict),
     "fuseboard_measure": ("a list with one Measurement a call", _measurements),
+    "fuseboard_sampler": ("a Sampler", _sampler),
     "fuseboard_on_failure": ("'raise', 'next' or 'eager'", _action),
     "fuseboard_event": ("nothing", _nothing),
 }

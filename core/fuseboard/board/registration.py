@@ -30,6 +30,7 @@ STAGE_OF = {
     "fuseboard_export": "lower",
     "fuseboard_verify": "profile",
     "fuseboard_measure": "profile",
+    "fuseboard_sampler": "profile",
     "fuseboard_on_failure": "failure",
     "fuseboard_event": "events",
 }
