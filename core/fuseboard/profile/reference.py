@@ -159,7 +159,8 @@ class _Disturbed:
             found = [Spread()] * len(self._precise)
             with _undisturbed(self._arguments[1]):
                 for outputs in disturbed_runs(*self._arguments):
-                    new = map(spread_of, outputs, self._precise)
+                    pairs = zip(outputs, self._precise, strict=True)
+                    new = [spread_of(own, exact, relative=True) for own, exact in pairs]
                     found = [one.joined(other) for one, other in zip(found, new, strict=True)]
             self._spreads = tuple(found)
         return self._spreads

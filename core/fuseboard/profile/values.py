@@ -153,35 +153,18 @@ def _far(
     disturbed: Spread,
 ) -> str:
     """Floating and complex numbers: element by element, then all of them together."""
-    wrong, errors, count = 0, 0.0, 0
-    worst, where, values = 0.0, -1, (0.0, 0.0, 0.0)
+    found = _Found(eager.dtype, spread, disturbed)
     for start, (has, exact, have) in chunks(eager, precise, got):
-        target = aim(has, exact)
-        finite = target.isfinite()
-        wide = widened(have)
-        allowed = limits(target.abs(), eager.dtype, spread, disturbed)
-        distance = (wide - target).abs()
-        beyond = torch.where(
-            finite,
-            torch.where(have.isfinite(), distance / allowed, torch.inf),
-            torch.where(_same_specials(has, have), 0.0, torch.inf),
-        )
-        wrong += int((beyond > 1).sum())
-        most, place = (item.item() for item in beyond.max(0))
-        if most > worst:
-            worst, where = most, start + int(place)
-            values = (have[int(place)].item(), has[int(place)].item(), exact[int(place)].item())
-        kept = finite & have.isfinite()
-        errors += float(torch.where(kept, distance, 0).square().sum())
-        count += int(kept.sum())
-    if wrong:
-        factor = "" if worst == float("inf") else f", {worst:.3g} times beyond the limit"
+        found.look(start, has, exact, have)
+    if found.wrong:
+        factor = "" if found.worst == torch.inf else f", {found.worst:.3g} times beyond the limit"
+        have, has, exact = found.values
         return (
-            f"is {values[0]} at {list(place_of(where, eager))}, eager has {values[1]} and float64 "
-            f"{values[2]}{factor} ({wrong} of {eager.numel()} elements are wrong; eager's largest "
-            f"error is {spread.worst:.3g})"
+            f"is {have} at {list(place_of(found.where, eager))}, eager has {has} and float64 "
+            f"{exact}{factor} ({found.wrong} of {eager.numel()} elements are wrong; eager's "
+            f"largest error is {spread.worst:.3g})"
         )
-    rmse = (errors / count) ** 0.5 if count else 0.0
+    rmse = (found.squares / found.count) ** 0.5 if found.count else 0.0
     limit = rmse_limit(spread.joined(disturbed), eager)
     if rmse > limit:
         return (
@@ -189,6 +172,50 @@ def _far(
             f"({rmse / limit:.3g} times beyond the limit)"
         )
     return ""
+
+
+class _Found:
+    """What is known of the pieces so far.
+
+    :ivar wrong: elements beyond their limit.
+    :ivar worst: how many times the worst of them is; :ivar where: its number; :ivar values: what it
+        is, and what eager and float64 have.
+    :ivar squares: the sum of the squared distances of the :ivar count: elements that are finite.
+    """
+
+    def __init__(self, dtype: torch.dtype, spread: Spread, disturbed: Spread) -> None:
+        self.dtype, self.spread, self.disturbed = dtype, spread, disturbed
+        self.wrong, self.worst, self.where = 0, 0.0, 0
+        self.values: tuple[Any, Any, Any] = (0.0, 0.0, 0.0)
+        self.squares, self.count = 0.0, 0
+
+    def look(
+        self, start: int, eager: torch.Tensor, precise: torch.Tensor, got: torch.Tensor
+    ) -> None:
+        wide = widened(got)
+        distance = (wide - precise).abs()
+        most = float(distance.max())
+        if most <= WORST_FACTOR * self.spread.worst:  # all are finite, and none needs its floor
+            self.squares += float(distance.dot(distance))
+            self.count += got.numel()
+            return
+        target = aim(eager, precise)
+        finite = target.isfinite()
+        distance = (wide - target).abs()
+        allowed = limits(target.abs(), self.dtype, self.spread, self.disturbed)
+        number = torch.where(wide.isfinite(), distance / allowed, torch.inf)
+        special = torch.where(_same_specials(eager, got), 0.0, torch.inf)
+        beyond = torch.where(finite, number, special)
+        self.wrong += int((beyond > 1).sum())
+        most, place = (item.item() for item in beyond.max(0))
+        if most > self.worst:
+            self.worst, self.where = most, start + int(place)
+            parts = (got, eager, precise)
+            self.values = tuple(part[int(place)].item() for part in parts)  # type: ignore[assignment]
+        kept = finite & wide.isfinite()
+        distance = torch.where(kept, distance, 0)
+        self.squares += float(distance.dot(distance))
+        self.count += int(kept.sum())
 
 
 def limits(
