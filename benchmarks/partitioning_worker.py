@@ -22,7 +22,6 @@ from torch.fx import GraphModule, Node
 
 from benchmarks.synthetic import layered_graph, random_graph
 from fuseboard.contracts import BackendInfo, Claim, Decline
-from fuseboard.lower.lowering import copy_graph
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.claims import arbitrate, claim_nodes
 from fuseboard.partition.garbage import collection_paused
@@ -31,6 +30,7 @@ from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.support import Support
+from fuseboard.torch_copies import copy_graph
 from fuseboard.torch_internals import FrameScope
 
 Claims = dict[str, list[Claim | Decline]]

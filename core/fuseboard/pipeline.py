@@ -20,7 +20,7 @@ from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.guards import watching_guards
-from fuseboard.lower.lowering import Lowering, copy_graph, source_line
+from fuseboard.lower.lowering import Lowering, source_line
 from fuseboard.lower.runner import Runner, Site
 from fuseboard.lower.specialise import compiling
 from fuseboard.lower.static import as_in_the_example, is_symbolic
@@ -36,6 +36,7 @@ from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.support import Support
 from fuseboard.report.data import GraphReport, NodeReport, ledger
 from fuseboard.report.nodes import describe_ends, module_path, value_text
+from fuseboard.torch_copies import copy_graph
 
 Claims = dict[str, list[Claim | Decline]]
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
 from fuseboard.board import Session
@@ -30,6 +30,7 @@ from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
+from fuseboard.torch_copies import copy_graph
 
 
 @dataclass(frozen=True)
@@ -276,15 +277,6 @@ class Lowering:
             done = apply_fusions(graph, fusions, region.backend, self.counter, limit_s)
         report.fusions = done
         return graph, {node.name for node in graph.graph.nodes} - before
-
-
-def copy_graph(graph: GraphModule) -> GraphModule:
-    """A graph of one's own: nodes and their metadata copied, constants shared."""
-    new = Graph()
-    mapping: dict[Node, Node] = {}
-    result = new.graph_copy(graph.graph, mapping)
-    new.output(result).meta = dict(graph.graph.output_node().meta)
-    return torch_internals.graph_module(graph, new, type(graph).__name__)
 
 
 def source_line(node: Node) -> str:

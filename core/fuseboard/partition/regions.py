@@ -13,6 +13,7 @@ from fuseboard import torch_internals
 from fuseboard.partition.estimate import is_creation
 from fuseboard.partition.places import Place
 from fuseboard.partition.stages import stage_nodes
+from fuseboard.torch_copies import copy_nodes
 
 
 @dataclass
@@ -115,8 +116,7 @@ class _Extraction:
             new[node] = region.create_node("placeholder", node.name, name=node.name)
             new[node].meta = dict(node.meta)
             new[node].meta.pop("unbacked_bindings", None)  # bound where it is made, not here
-        for node in [*attributes, *body]:
-            new[node] = region.node_copy(node, new.__getitem__)  # its metadata as well
+        copy_nodes([*attributes, *body], region, new)
         region.output(tuple(new[node] for node in cut.outputs))
         cut.graph = torch_internals.graph_module(self.graph, region, "Region")
 
