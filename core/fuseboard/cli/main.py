@@ -16,7 +16,17 @@ from typer.core import TyperGroup
 from fuseboard.errors import FuseboardError
 
 #: Every subcommand, in the order in which ``--help`` lists them.
-COMMANDS = ("plugins", "settings", "cache", "explain", "export", "memory", "conformance", "demo")
+COMMANDS = (
+    "plugins",
+    "settings",
+    "cache",
+    "costs",
+    "explain",
+    "export",
+    "memory",
+    "conformance",
+    "demo",
+)
 
 #: What the shell gets for a mistake of the user's, as from a wrong option.
 USER_ERROR = 2

@@ -1,0 +1,267 @@
+"""The command ``fuseboard costs``: what it shows, forgets and passes on, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fuseboard.cli.costs import _time
+from fuseboard.cli.main import app
+from fuseboard.profile.costs import CandidateCost, CostDatabase
+from tests.support.costs import decision
+
+NEW = decision("new", created=time.time() - 3600)
+OLD = decision("old", level="graph", winner="mkldnn", settled=False, created=time.time() - 864_000)
+
+
+@pytest.fixture
+def filled(tmp_path, monkeypatch):
+    """A database with two decisions and a record, which the settings lead to."""
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    costs = CostDatabase(tmp_path / "cache" / "costs.sqlite3")
+    costs.record(NEW, OLD)
+    costs.put_record("tvm", "k", b"value")
+    return costs
+
+
+def costs(*words: str) -> str:
+    result = CliRunner().invoke(app, ["costs", *words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*words: str) -> str:
+    result = CliRunner().invoke(app, ["costs", *words])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+def test_list_shows_winner_and_rival(filled):
+    """Newest first: key, what, winner with its time, the next best with its, whether settled."""
+    lines = costs("list").splitlines()
+    new, old = (line.split("│")[1:-1] for line in lines if "model.forward" in line)
+    cells = [cell.strip() for cell in new]
+    assert cells[:7] == [
+        NEW.key[:12],
+        "model.forward",
+        "region",
+        "inductor",
+        "10.5 µs",
+        "mkldnn 12.0 µs",
+        "3",
+    ]
+    cells = [cell.strip() for cell in old]
+    assert cells[2:7] == ["graph", "mkldnn", "12.0 µs", "inductor 10.5 µs", "3, more to try"]
+    assert lines[-1] == f"2 decisions and 1 tuning records of {filled.path}"
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ([], [NEW.key, OLD.key]),
+        (["--level", "region"], [NEW.key]),
+        (["--unsettled"], [OLD.key]),
+        (["--level", "region", "--unsettled"], []),
+    ],
+)
+def test_list_as_json(filled, words, keys):
+    """Every field of what was asked for."""
+    told = json.loads(costs("list", "--json", *words))
+    assert told["path"] == str(filled.path)
+    assert [one["key"] for one in told["decisions"]] == keys
+    if NEW.key in keys:
+        assert told["decisions"][0] == json.loads(json.dumps(dataclasses.asdict(NEW)))
+
+
+def test_list_without_a_database(tmp_path, monkeypatch):
+    """None is made for it."""
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "none"))
+    assert costs("list") == "0 decisions: no file yet\n"
+    assert not (tmp_path / "none").exists()
+
+
+def test_show_tells_all_of_one(filled):
+    """Every candidate with time, interval, compile time, peak or problem, and the key's parts."""
+    shown = costs("show", NEW.key[:10])
+    for text in (
+        "model.forward: inductor",
+        "10.0 µs to 11.0 µs",
+        "2.0 s",
+        "0.0 MB",
+        "failed verification: output 0",
+        "threads",
+        f"key {NEW.key}",
+        "settled",
+    ):
+        assert text in shown
+    assert json.loads(costs("show", NEW.key, "--json"))["parts"] == {"graph": "new", "threads": "2"}
+
+
+def test_a_title_is_shown_as_it_is(filled):
+    """Brackets in it are no markup."""
+    odd = dataclasses.replace(decision("odd"), title="layers[0] [red]")
+    filled.record(odd)
+    assert "layers[0] [red]" in costs("list")
+    assert "layers[0] [red]: inductor" in costs("show", odd.key)
+
+
+def test_a_decision_without_times_is_shown(filled):
+    """A winner that nobody timed: it was the only one."""
+    only = dataclasses.replace(
+        decision("only", winner="eager"), candidates=(CandidateCost("eager"),), title=""
+    )
+    filled.record(only)
+    row = next(line for line in costs("list").splitlines() if only.key[:12] in line)
+    assert [cell.strip() for cell in row.split("│")[4:7]] == ["eager", "", ""]
+    assert f"{only.key}: eager" in costs("show", only.key)
+
+
+def test_a_key_must_be_one(filled):
+    """None that begins so, or several: neither is guessed."""
+    assert "no key begins with 'xyz'" in refused("show", "xyz")
+    assert "no key begins with ''" in refused("show", "")
+    for number in range(40):  # two of them begin with the same digit
+        filled.record(decision(f"{number}"))
+    assert "several keys begin with" in refused("forget", NEW.key[:1])
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [
+        (0.0, "0.00 µs"),
+        (3.14159, "3.14 µs"),
+        (100.0, "100 µs"),
+        (999.4, "999 µs"),
+        (999.6, "1.00 ms"),
+        (12_345.0, "12.3 ms"),
+        (2_000_000.0, "2.00 s"),
+    ],
+)
+def test_times_have_three_digits(us, text):
+    """In the unit that suits them."""
+    assert _time(us) == text
+
+
+# --- removing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["--all"], []),
+        ([NEW.key[:12]], [OLD]),
+        ([NEW.key, NEW.key], [OLD]),
+        (["--winner", "mkldnn"], [NEW]),
+        (["--older-than", "5"], [NEW]),
+        (["--older-than", "0"], []),
+        ([NEW.key[:12], "--winner", "mkldnn"], [NEW, OLD]),
+    ],
+)
+def test_forget_removes_what_is_asked_for(filled, words, left):
+    """All, by key, by winner, by age; several conditions at once; records stay."""
+    assert costs("forget", *words) == f"forgot {2 - len(left)} decisions\n"
+    assert filled.decisions() == left
+    assert filled.get_record("tvm", "k") == b"value"
+
+
+def test_forget_records(filled):
+    """Those of one plugin; decisions stay."""
+    assert costs("forget", "--records", "tvm") == "forgot 1 tuning records\n"
+    assert filled.records() == []
+    assert filled.decisions() == [NEW, OLD]
+
+
+def test_forget_needs_to_be_told_what(filled):
+    """Nothing by mistake."""
+    assert "say what" in refused("forget")
+    assert "--all leaves no room" in refused("forget", "--all", "--winner", "mkldnn")
+    assert filled.decisions() == [NEW, OLD]
+
+
+# --- passing on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["shared.json", "shared.db"])
+def test_a_cluster_shares_a_file(filled, tmp_path, monkeypatch, name):
+    """One machine exports, another one imports, and then has the same."""
+    shared = tmp_path / name
+    assert costs("export", str(shared)) == (f"wrote 2 decisions and 1 tuning records to {shared}\n")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "elsewhere"))
+    told = [
+        f"{shared}: 3 added, 0 replaced, 0 skipped",
+        f"{shared}: 0 added, 0 replaced, 3 skipped",
+    ]
+    assert costs("import", str(shared), str(shared)).splitlines() == told
+    there = CostDatabase(tmp_path / "elsewhere" / "costs.sqlite3")
+    assert there.decisions() == [NEW, OLD]
+    assert there.get_record("tvm", "k") == b"value"
+
+
+def test_export_replaces_no_file_by_mistake(filled, tmp_path):
+    """Only when told to."""
+    shared = tmp_path / "shared.json"
+    shared.write_text("mine")
+    assert "is there already; --force replaces it" in refused("export", str(shared))
+    assert shared.read_text() == "mine"
+    costs("export", "--force", str(shared))
+    assert json.loads(shared.read_text())["format"] == "fuseboard costs"
+
+
+def test_a_wrong_file_is_refused(filled, tmp_path):
+    """The error says what it is not; damaged entries of a right one are counted."""
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    assert "neither a JSON nor an SQLite file that `fuseboard costs export`" in refused(
+        "import", str(wrong)
+    )
+    wrong.write_text(
+        '{"format": "fuseboard costs", "version": 1, "decisions": [{}], "records": []}'
+    )
+    assert costs("import", str(wrong)).endswith(
+        "0 added, 0 replaced, 0 skipped, 1 damaged and left out\n"
+    )
+    assert filled.decisions() == [NEW, OLD]
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def test_without_a_cache_there_is_no_database(filled, monkeypatch):
+    """The error says where the setting was set."""
+    monkeypatch.setenv("FUSEBOARD_CACHE", "0")
+    assert "cache = false, set in environment FUSEBOARD_CACHE: " in refused("list")
+
+
+def test_a_database_that_cant_be_read(filled, caplog):
+    """The command fails, and says why; nothing is shown as if there was nothing."""
+    import sqlite3
+    from contextlib import closing
+
+    from fuseboard.profile import costs as module
+
+    with closing(sqlite3.connect(filled.path)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    module._opened.clear()  # each command is a process of its own
+    for words in (["list"], ["show", NEW.key], ["forget", "--all"], ["export", "x.json"]):
+        assert "of a newer fuseboard" in refused(*words) + caplog.text
+
+
+def test_it_needs_no_torch(filled):
+    """``fuseboard costs list`` answers at once."""
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom fuseboard.cli.main import app\n"
+        "result = CliRunner().invoke(app, ['costs', 'list'])\n"
+        "sys.exit(result.exit_code or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
