@@ -112,7 +112,7 @@ def _style(profile: SampledProfile, frame: StackFrame, styles: dict[str, str]) -
     place = profile.regions.get((frame.file, frame.line))
     if place is not None:
         return styles[place.backend]
-    return "python" if frame.file.endswith(".py") or frame.file.startswith("<") else "native"
+    return "python" if ".py" in frame.file or frame.file.startswith("<") else "native"
 
 
 def _merged(profile: SampledProfile, styles: dict[str, str]) -> _Node:
