@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import pickle
 import threading
 import time
@@ -31,6 +30,8 @@ T = TypeVar("T")
 #: How long other ranks are waited for, in seconds: they may be compiling or measuring.
 WAIT_S = 600.0
 _SLOWEST_POLL_S = 0.1
+#: How much longer rank 0 is waited for that itself waits: it tells who is missing.
+_GRACE_S = 10.0
 #: How many ranks, and how much of a part's text, an error shows.
 _SHOWN_RANKS, _SHOWN_TEXT = 8, 80
 
@@ -81,21 +82,36 @@ def check_same(
     if job is None:
         return
     place = job.place(what)
-    ranks = range(job.size)
-    own = hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()
-    # The hashes are for everybody, the parts for whoever finds that they differ.
-    job.post(f"{place}/parts/{job.rank}", dict(parts))
-    job.post(f"{place}/hash/{job.rank}", own)
-    job.wait([f"{place}/hash/{rank}" for rank in ranks], ranks, wait_s, what)
-    first = job.fetch(f"{place}/hash/0")
-    others = [rank for rank in ranks if job.fetch(f"{place}/hash/{rank}") != first]
-    if others:
-        one, other = (job.fetch(f"{place}/parts/{rank}") for rank in (0, others[0]))
-        raise RankError(
-            f"{what} isn't the same on every rank: {_named(others)} and rank 0 differ in "
-            f"{_difference(one, other, others[0])}. Ranks have to compile the same graphs in the "
-            "same order; check for code that depends on the rank, and for inputs of different sizes"
-        )
+    # Rank 0 compares and tells the others: were each to ask for all, a thousand ranks would ask a
+    # million times.
+    if job.rank == 0:
+        problem = _compared(job, place, parts, what, wait_s)
+        job.post(f"{place}/verdict", problem)
+    else:
+        job.post(f"{place}/{job.rank}", dict(parts))
+        job.wait([f"{place}/verdict"], [0], wait_s + _GRACE_S, what)
+        problem = job.fetch(f"{place}/verdict")
+    if problem:
+        raise RankError(problem)
+
+
+def _compared(job: _Job, place: str, parts: Mapping[str, str], what: str, wait_s: float) -> str:
+    """What is wrong, "" if every rank has rank 0's parts."""
+    ranks = range(1, job.size)
+    try:
+        job.wait([f"{place}/{rank}" for rank in ranks], ranks, wait_s, what)
+    except RankError as error:
+        return str(error)
+    given = {rank: job.fetch(f"{place}/{rank}") for rank in ranks}
+    others = [rank for rank, theirs in given.items() if theirs != dict(parts)]
+    if not others:
+        return ""
+    return (
+        f"{what} isn't the same on every rank: {_named(others)} and rank 0 differ in "
+        f"{_difference(parts, given[others[0]], others[0])}. Ranks have to compile the same graphs "
+        "in the same order; check for code that depends on the rank, and for inputs of different "
+        "sizes"
+    )
 
 
 @dataclass(frozen=True)
@@ -136,21 +152,22 @@ class _Job:
         """
         end = time.monotonic() + wait_s
         poll_s = 0.001
+        waiting = dict(zip(ranks, places, strict=True))
         try:
-            while not self.store.check(list(places)):
-                if time.monotonic() > end:
-                    missing = [
-                        rank
-                        for rank, place in zip(ranks, places, strict=True)
-                        if not self.store.check([place])
-                    ]
+            while waiting:
+                rank, place = next(iter(waiting.items()))
+                if self.store.check([place]):
+                    del waiting[rank]
+                elif time.monotonic() < end:
+                    time.sleep(poll_s)
+                    poll_s = min(2 * poll_s, _SLOWEST_POLL_S)
+                else:
+                    missing = [r for r, place in waiting.items() if not self.store.check([place])]
                     raise RankError(
                         f"rank {self.rank} waited {wait_s:g} s for {_named(missing)} to come to "
                         f"{what}. It failed, is slower than that, or doesn't compile what this "
                         "rank compiles: ranks have to compile the same graphs in the same order"
                     )
-                time.sleep(poll_s)
-                poll_s = min(2 * poll_s, _SLOWEST_POLL_S)
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} can't reach the job's store: {error}") from error
 
