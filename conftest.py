@@ -20,6 +20,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Settings of whoever runs the tests would change what is tested.
 for _name in [name for name in os.environ if name.startswith("FUSEBOARD_")]:
     del os.environ[_name]
+# Most tests are about one stage, and say which backend runs what. What measuring chooses depends on
+# the machine: tests of the policy `measured`, and the cases, ask for it.
+os.environ["FUSEBOARD_POLICY"] = "priority"
 
 import pytest  # noqa: E402  # after the environment is set
 import torch  # noqa: E402

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RegistrationError,
         SamplingError,
         SettingsError,
+        WrongValues,
     )
     from fuseboard.hookspecs import hookimpl
     from fuseboard.lower.decompose import decompose
@@ -51,9 +52,12 @@ if TYPE_CHECKING:
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
+    from fuseboard.profile.background import wait
     from fuseboard.profile.measure import measure
     from fuseboard.profile.memory import MemoryPoint, measure_memory
+    from fuseboard.profile.reference import Reference
     from fuseboard.profile.sampling import SamplingProfiler
+    from fuseboard.profile.sampling_compile import CompileProfile, CompileProfiler
     from fuseboard.profile.sampling_process import SamplerProcess
     from fuseboard.profile.sampling_result import RegionShare, SampledProfile
     from fuseboard.report.data import GraphReport
@@ -71,8 +75,7 @@ _HOMES = {
         "LoweredRegion",
         "Measurement",
         "Plan",
-        "Reference",
-    "Region",
+        "Region",
         "Sampler",
         "SamplerStatus",
         "SamplingOptions",
@@ -80,7 +83,6 @@ _HOMES = {
         "StackSample",
         "Trip",
         "Verdict",
-    "WrongValues",
     ),
     "fuseboard.engines": ("Engine", "why_unavailable"),
     "fuseboard.errors": (
@@ -95,6 +97,7 @@ _HOMES = {
         "RegistrationError",
         "SamplingError",
         "SettingsError",
+        "WrongValues",
     ),
     "fuseboard.hookspecs": ("hookimpl",),
     "fuseboard.lower.decompose": ("decompose",),
@@ -103,9 +106,12 @@ _HOMES = {
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
     "fuseboard.partition.patterns": ("claim_patterns",),
+    "fuseboard.profile.background": ("wait",),
     "fuseboard.profile.measure": ("measure",),
     "fuseboard.profile.memory": ("MemoryPoint", "measure_memory"),
+    "fuseboard.profile.reference": ("Reference",),
     "fuseboard.profile.sampling": ("SamplingProfiler",),
+    "fuseboard.profile.sampling_compile": ("CompileProfile", "CompileProfiler"),
     "fuseboard.profile.sampling_process": ("SamplerProcess",),
     "fuseboard.profile.sampling_result": ("RegionShare", "SampledProfile"),
     "fuseboard.report.data": ("GraphReport",),
@@ -116,6 +122,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "BackendInfo",
     "Claim",
+    "CompileProfile",
+    "CompileProfiler",
     "ContractError",
     "CostsError",
     "Decline",
@@ -133,6 +141,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "RankError",
+    "Reference",
     "Region",
     "RegionError",
     "RegionShare",
@@ -149,6 +158,7 @@ __all__ = [
     "StackSample",
     "Trip",
     "Verdict",
+    "WrongValues",
     "claim_nodes",
     "claim_patterns",
     "decompose",

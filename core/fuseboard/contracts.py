@@ -23,7 +23,7 @@ JointPolicy = Literal["min_cut", "default", "recompute_all"]
 #: The solvers of ``torch._functorch.config.activation_memory_budget_solver``.
 Knapsack = Literal["dp", "greedy", "ilp"]
 #: How a node's backend is chosen.
-Policy = Literal["priority"]
+Policy = Literal["measured", "priority"]
 #: Whether repeated blocks become regions that share code.
 Repeats = Literal["auto", "always", "never"]
 
@@ -45,8 +45,9 @@ class BackendInfo:
     :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
     :ivar wraps_only: it runs no ops itself but wraps what other backends lowered
         (``fuseboard_wrap``), or samples (``fuseboard_sampler``); it isn't in the order of backends.
-    :ivar by_request: it runs only where ``backends`` names it: under the policy ``priority`` its
-        place would be a guess.
+    :ivar by_request: it runs only where ``backends`` names it.
+    :ivar by_measurement: where ``backends`` doesn't name it, it is a candidate under the policy
+        ``measured`` only: under ``priority`` its place would be a guess.
     :ivar may_crash: its lowering can end the process (an engine that aborts on bad input). With the
         setting ``isolate`` the first try of a region is made in a child process.
     :ivar available: False with a ``reason`` that says what to install or change.
@@ -64,6 +65,7 @@ class BackendInfo:
     compiles_quickly: bool = False
     wraps_only: bool = False
     by_request: bool = False
+    by_measurement: bool = False
     may_crash: bool = False
     available: bool = True
     reason: str = ""
@@ -188,10 +190,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a lowered region kept its contract on the call that was looked at."""
+    """Whether a lowered region kept its contract on the call that was looked at.
+
+    :ivar by_value: the problem is that it computes something else.
+    """
 
     ok: bool
     problem: str = ""
+    by_value: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,12 +81,16 @@ def fuseboard_plan(
 
 @hookimpl
 def fuseboard_verify(
-    region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]
+    region: Region,
+    expected: Sequence[Any],
+    result: Sequence[Any],
+    inputs: Sequence[Any],
+    reference: Any,
 ) -> Verdict:
-    """Check what values can't show: count, types, shapes, strides, shared storage."""
+    """Check count, types, shapes and strides, then values."""
     from fuseboard.profile.verify import verify
 
-    return verify(region, expected, result, inputs)
+    return verify(region, expected, result, inputs, reference)
 
 
 @hookimpl

@@ -221,12 +221,18 @@ def fuseboard_export(
 
 @hookspec(firstresult=True)
 def fuseboard_verify(
-    region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]
+    region: Region,
+    expected: Sequence[Any],
+    result: Sequence[Any],
+    inputs: Sequence[Any],
+    reference: Any,
 ) -> Verdict | None:
-    """Judge the first real outputs of a lowered region.
+    """Judge real outputs of a lowered region.
 
-    ``expected`` are the fake outputs of the region as captured. The default checks count, type,
-    dtype, shape, strides, and that outputs share storage only where the captured graph's do.
+    ``expected`` are the fake outputs of the region as captured; ``reference`` is what the captured
+    region computes on these inputs by eager and in float64, None where values aren't to be judged
+    (known good code, random numbers, effects). The default checks count, type, dtype, shape,
+    strides, and then each element (``docs/verification.md``).
     """
 
 

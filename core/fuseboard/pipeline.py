@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +16,25 @@ from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
 from fuseboard.board import Session
-from fuseboard.contracts import Boxed, Claim, Decline, Event, GraphKind, Plan, Stage
+from fuseboard.contracts import (
+    BackendInfo,
+    Boxed,
+    Claim,
+    Decline,
+    Event,
+    GraphKind,
+    Plan,
+    Repeats,
+    Stage,
+)
 from fuseboard.errors import LoweringError, PluginError, RegionError
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.lowering import Lowering, source_line
-from fuseboard.lower.runner import Runner, Site
+from fuseboard.lower.program import Program, Site
+from fuseboard.lower.runner import Runner
 from fuseboard.lower.specialise import compiling
 from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.partition.board_nodes import board_nodes
@@ -32,15 +45,51 @@ from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins, Wishes
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
-from fuseboard.partition.regions import cut_regions
+from fuseboard.partition.regions import Cut, cut_regions
+from fuseboard.partition.stages import has_effects
 from fuseboard.partition.support import Support
-from fuseboard.report.data import GraphReport, NodeReport, ledger
+from fuseboard.profile.book import Book
+from fuseboard.profile.candidates import Candidate
+from fuseboard.profile.tuner import Tuner
+from fuseboard.report.data import CandidateReport, GraphReport, NodeReport, ledger
 from fuseboard.report.nodes import describe_ends, module_path, value_text
 from fuseboard.torch_copies import copy_graph
 
 Claims = dict[str, list[Claim | Decline]]
 
 _graph_numbers: dict[str, Iterator[int]] = {}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One graph on its way through the stages.
+
+    :ivar captured: as AOTAutograd gave it; ``graph`` is fused.
+    :ivar kept: the board's own nodes, with reasons.
+    """
+
+    graph: GraphModule
+    captured: GraphModule
+    kind: GraphKind
+    report: GraphReport
+    roles: torch_internals.InputRoles
+    counter: FusionCounter
+    kept: Mapping[Node, str]
+    claims: Claims
+    wishes: Wishes
+
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Positions of the inputs that are weights and that the call doesn't write to."""
+        return frozenset() if self.kind == "backward" else self.roles.static - self.roles.mutated
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A plan, and the regions that it makes."""
+
+    plan: Plan
+    cuts: list[Cut]
 
 
 class Pipeline:
@@ -126,9 +175,30 @@ class Pipeline:
                 ledger.add(report)
 
     def _compile(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> Boxed:
+        work = self._begin(graph, kind, report)
+        with _timed(report, "partition"), collection_paused():
+            plans = self._plans(work)
+            drafts = [self._cut(work, plan) for plan in plans]
+        placed = dict(Counter(cut.backend for cut in drafts[0].cuts))
+        self._notify("plan", report, report.seconds["partition"], regions=placed)
+        static = work.roles.static if kind != "backward" else frozenset()
+        describe_ends(work.graph, static, report)
+        visible = work.roles.visible_outputs if kind == "forward" else None
+        kept = list(work.kept)
+        runner = Runner(work.graph, work.captured, kind, kept, self.session, report, visible)
+        with _timed(report, "lower"):
+            if len(drafts) == 1:
+                self._lower(work, drafts[0], runner)
+            else:
+                self._tune(work, drafts, runner)
+        total_s = sum(report.seconds.values())
+        self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
+        return runner.boxed()
+
+    def _begin(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> _Work:
+        """Fuse the graph as a whole, and ask who wants what of it."""
         captured = copy_graph(graph)
         graph = copy_graph(graph)
-        roles = torch_internals.input_roles()
         counter = self._fusion_counter()
         if kind == "inference":
             with _timed(report, "fuse"):
@@ -139,36 +209,63 @@ class Pipeline:
             claims = self._claims(graph, kind, kept, wanted.excluded, report)
             wishes = wanted.resolve(claims)
             report.notes.extend(wishes.notes)
-            plan = self._plan(graph, kind, kept, claims, wishes, report)
-            merge = self.session.settings.merge_regions
-            cuts = cut_regions(graph, plan.placements, list(kept), plan.regions, merge)
-            report.notes.extend(plan.notes)
-        placed = dict(Counter(cut.backend for cut in cuts))
-        self._notify("plan", report, report.seconds["partition"], regions=placed)
-        placeholders = graph.graph.find_nodes(op="placeholder")
-        fixed = roles.static - roles.mutated if kind != "backward" else frozenset()
-        lowering = Lowering(
+        roles = torch_internals.input_roles()
+        return _Work(graph, captured, kind, report, roles, counter, kept, claims, wishes)
+
+    def _cut(self, work: _Work, plan: Plan) -> _Draft:
+        merge = self.session.settings.merge_regions
+        graph, kept = work.graph, list(work.kept)
+        return _Draft(plan, cut_regions(graph, plan.placements, kept, plan.regions, merge))
+
+    def _lowering(self, work: _Work, report: GraphReport, counter: FusionCounter) -> Lowering:
+        placeholders = work.graph.graph.find_nodes(op="placeholder")
+        fixed = work.fixed
+        return Lowering(
             session=self.session,
             report=report,
-            kind=kind,
+            kind=work.kind,
             static=frozenset(n for i, n in enumerate(placeholders) if i in fixed),
-            claimed={name: _claimed(answers) for name, answers in claims.items()},
+            claimed={name: _claimed(answers) for name, answers in work.claims.items()},
             counter=counter,
-            hoisting=self.session.settings.hoist and kind == "inference",
+            hoisting=self.session.settings.hoist and work.kind == "inference",
             real=self._real_inputs(placeholders, fixed),
         )
-        with _timed(report, "lower"):
-            sites = [
-                Site(cut, lowering.lower(cut, f"{report.name}.region{i}", len(cuts) == 1))
-                for i, cut in enumerate(cuts)
-            ]
-        describe_ends(graph, roles.static if kind != "backward" else frozenset(), report)
-        self._describe_nodes(graph, kept, plan, wishes, claims, sites, report)
-        visible = roles.visible_outputs if kind == "forward" else None
-        runner = Runner(graph, captured, kind, sites, list(kept), self.session, report, visible)
-        total_s = sum(report.seconds.values())
-        self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
-        return runner.boxed()
+
+    def _lower(self, work: _Work, draft: _Draft, runner: Runner) -> None:
+        """One plan: what fails is contained region by region."""
+        report = work.report
+        report.notes.extend(draft.plan.notes)
+        lowering = self._lowering(work, report, work.counter)
+        whole = len(draft.cuts) == 1
+        sites = [
+            Site(cut, lowering.lower(cut, f"{report.name}.region{i}", whole))
+            for i, cut in enumerate(draft.cuts)
+        ]
+        self._describe_nodes(work, draft.plan, sites)
+        runner.install(Program(runner.board, sites))
+
+    def _tune(self, work: _Work, drafts: Sequence[_Draft], runner: Runner) -> None:
+        """Several plans: measuring decides, or has decided before."""
+        session, report = self.session, work.report
+        plans: dict[Candidate, Plan] = {}
+        for draft in drafts:
+            # Each numbers its fusions on from the graph's own, and has regions of its own.
+            counter = dataclasses.replace(work.counter, applied=[])
+            own = dataclasses.replace(report, regions=[])
+            lowering = dataclasses.replace(self._lowering(work, own, counter), strict=True)
+            told = CandidateReport(_name(draft))
+            report.candidates.append(told)
+            plans[Candidate(draft.cuts, lowering, told)] = draft.plan
+
+        def installed(winner: Candidate) -> None:
+            assert winner.program is not None
+            report.regions[:] = winner.regions
+            self._describe_nodes(work, plans[winner], winner.program.sites)
+
+        mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
+        book = Book.of(session, work.captured, work.kind, work.fixed, report)
+        tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed)
+        tuner.start(defers=session.settings.settle == "background" and not is_symbolic(work.graph))
 
     def _real_inputs(
         self, placeholders: Sequence[Node], fixed: Collection[int]
@@ -250,42 +347,72 @@ class Pipeline:
             claims[info.name] = arbitrate(answers, refused, nodes)
         return claims
 
+    def _plans(self, work: _Work) -> list[Plan]:
+        """The plans to choose between: one where nothing is to be measured.
+
+        In order of preference, what is simpler first: eager, each backend by itself, then the plan
+        over all of them.
+        """
+        session, settings = self.session, self.session.settings
+        *others, eager = session.backends
+        if settings.policy == "measured" and (why_not := _not_measured(work.graph)):
+            work.report.notes.append(f"planned by priority, not by measurement: {why_not}")
+        elif settings.policy == "measured":
+            guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
+            who, plan = self._plan(work, [*guessed, eager], settings.repeats)
+            if who != "defaults":
+                return [plan]  # a planner that the user installed decides by itself
+            plans = [] if session.eager_is_fallback_only and others else [self._eager_plan(work)]
+            for info in others:
+                plans.append(self._plan(work, [info, eager], settings.repeats)[1])
+                if settings.repeats == "auto" and not info.compiles_quickly:
+                    plans.append(self._plan(work, [info, eager], "never")[1])
+            plans.append(plan)
+            return _unlike(plans)
+        guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
+        return [self._plan(work, [*guessed, eager], settings.repeats)[1]]
+
+    def _eager_plan(self, work: _Work) -> Plan:
+        return self._plan(work, [self.session.backends[-1]], "never")[1]
+
     def _plan(
-        self,
-        graph: GraphModule,
-        kind: GraphKind,
-        kept: Mapping[Node, str],
-        claims: Claims,
-        wishes: Wishes,
-        report: GraphReport,
-    ) -> Plan:
-        """The plan hook's answer, checked; the default's where it breaks a rule."""
+        self, work: _Work, backends: Sequence[BackendInfo], repeats: Repeats
+    ) -> tuple[str, Plan]:
+        """Who planned for these backends, and the plan, checked; the default's if it breaks a rule.
+
+        Backends that something is pinned to take part in any case.
+        """
         settings = self.session.settings
+        pinned = set(work.wishes.pins.values())
+        order = [i for i in self.session.backends if i in backends or i.name in pinned]
+        claims = {info.name: work.claims[info.name] for info in order}
+        graph, kept, report = work.graph, work.kept, work.report
         arguments: dict[str, Any] = {
             "graph": graph,
-            "kind": kind,
+            "kind": work.kind,
             "claims": claims,
-            "backends": self.session.backends,
-            "pins": wishes.pins,
+            "backends": order,
+            "pins": work.wishes.pins,
             "policy": settings.policy,
             "min_region_us": settings.min_region_us,
             "merge_regions": settings.merge_regions,
-            "repeats": settings.repeats,
+            "repeats": repeats,
         }
         who = "fuseboard_plan"
         try:
             who, plan = self.session.first(
                 "fuseboard_plan", **{**arguments, "graph": copy_graph(graph)}
             )
-            PlanCheck(_placed(graph, kept), claims, wishes.pins, self.pins.paths, who)(plan)
-            return plan  # type: ignore[no-any-return]
+            pins = work.wishes.pins
+            PlanCheck(_placed(graph, kept), claims, pins, self.pins.paths, who)(plan)
+            return who, plan
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "") or who
             where = self.session.override_origin("plan", plugin)
             if where and isinstance(error, PluginError):
                 error.add(f"It decides the plan by {where}.")
             self._tripped(report, plugin, "plan", error, "the default plan")
-            return make_plan(**arguments)
+            return plugin, make_plan(**arguments)
 
     def _tripped(
         self, report: GraphReport, plugin: str, stage: Stage, error: Exception, instead: str
@@ -311,29 +438,22 @@ class Pipeline:
         self._at_capture.trips.clear()
         return report
 
-    def _describe_nodes(
-        self,
-        graph: GraphModule,
-        kept: Mapping[Node, str],
-        plan: Plan,
-        wishes: Wishes,
-        claims: Claims,
-        sites: Sequence[Site],
-        report: GraphReport,
-    ) -> None:
+    def _describe_nodes(self, work: _Work, plan: Plan, sites: Sequence[Site]) -> None:
+        report, kept = work.report, work.kept
+        report.nodes.clear()
         homes = {node: site for site in sites for node in site.cut.nodes}
         declines = {
             backend: {d.node: d.reason for d in answers if isinstance(d, Decline)}
-            for backend, answers in claims.items()
+            for backend, answers in work.claims.items()
         }
-        for node in graph.graph.nodes:
+        for node in work.graph.graph.nodes:
             if node.op != "call_function":
                 continue
             if node in kept:
                 backend, region, reason = "board", "", kept[node]
             else:
                 region = homes[node].lowered.region.name
-                reason = wishes.reason(node.name, plan.reasons[node.name])
+                reason = work.wishes.reason(node.name, plan.reasons[node.name])
                 backend = homes[node].lowered.region.backend
                 if backend != plan.placements[node.name]:
                     reason = f"{plan.placements[node.name]} tripped"
@@ -364,6 +484,29 @@ def _placed(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:
 
 def _claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
     return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
+
+
+def _not_measured(graph: GraphModule) -> str:
+    """Why a graph's candidates can't be compared by running them; "" if they can."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.get_world_size() > 1:
+            return "the ranks of a job have to agree"
+    effects = next(filter(has_effects, graph.graph.nodes), None)
+    return "" if effects is None else f"{target_name(effects)} has effects and is run once a call"
+
+
+def _unlike(plans: Iterable[Plan]) -> list[Plan]:
+    """The first of each group of equal plans."""
+    unlike: dict[Any, Plan] = {}
+    for plan in plans:
+        unlike.setdefault((tuple(plan.placements.items()), plan.regions), plan)
+    return list(unlike.values())
+
+
+def _name(draft: _Draft) -> str:
+    """What a candidate is called: the backends in it, and whether repeated blocks share code."""
+    names = "+".join(dict.fromkeys(cut.backend for cut in draft.cuts)) or "eager"
+    return f"{names} by blocks" if draft.plan.regions else names
 
 
 @contextmanager

@@ -89,6 +89,7 @@ _FLAGS = (
     "compiles_quickly",
     "wraps_only",
     "by_request",
+    "by_measurement",
     "may_crash",
     "available",
 )

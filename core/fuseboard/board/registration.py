@@ -99,12 +99,20 @@ class Entry:
 
 
 def in_default_order(infos: Iterable[BackendInfo]) -> list[BackendInfo]:
-    """Those that compile quickly first, eager last, by name within a class.
+    """Those that compile quickly first, eager last, by name within a class after those whose place
+    only measuring decides.
 
     What takes part by request only comes after eager: listed, but out of turn.
     """
     return sorted(
-        infos, key=lambda i: (i.by_request, i.name == "eager", not i.compiles_quickly, i.name)
+        infos,
+        key=lambda i: (
+            i.by_request,
+            i.name == "eager",
+            not i.compiles_quickly,
+            i.by_measurement,
+            i.name,
+        ),
     )
 
 

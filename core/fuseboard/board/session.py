@@ -85,7 +85,12 @@ class Session:
         named = self.settings.backends
         if named is None:
             ready = [i for name, i in infos.items() if self._states[name].state == "ready"]
-            chosen = in_default_order(info for info in ready if not info.by_request)
+            measured = self.settings.policy == "measured"
+            chosen = in_default_order(
+                info
+                for info in ready
+                if not info.by_request and (measured or not info.by_measurement)
+            )
         else:
             chosen = [infos[name] for name in self._usable(named)]
         if all(info.name != "eager" for info in chosen):

@@ -22,9 +22,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {"plugins": {"cudagraphs": {"enabled": True}}},
     "max-autotune": {
-        "plugins": {"inductor": {"max_autotune": True}, "cudagraphs": {"enabled": True}}
+        "settle": "first_call",
+        "plugins": {"inductor": {"max_autotune": True}, "cudagraphs": {"enabled": True}},
     },
-    "max-autotune-no-cudagraphs": {"plugins": {"inductor": {"max_autotune": True}}},
+    "max-autotune-no-cudagraphs": {
+        "settle": "first_call",
+        "plugins": {"inductor": {"max_autotune": True}},
+    },
 }
 
 #: Settings that are tables, merged key by key. A key is what follows the first dot, dots and all.
@@ -54,10 +58,38 @@ class Settings(BaseModel):
         "a list of plugin names, such as ['tvm'], each named once",
         "Plugins that take no part; they are not even imported.",
     )
-    policy: Literal["priority"] = _setting(
-        "priority",
-        "'priority'",
-        "How a node's backend is chosen: 'priority' takes the first that gains by it.",
+    policy: Literal["measured", "priority"] = _setting(
+        "measured",
+        "'measured', 'priority'",
+        "How a node's backend is chosen: 'measured' times what backends made of a graph in its own "
+        "calls and takes the fastest that is right; 'priority' takes the first that gains by it.",
+    )
+    settle: Literal["background", "first_call"] = _setting(
+        "background",
+        "'background', 'first_call'",
+        "When what takes long to compile is tried: beside the first calls, or before the first.",
+    )
+    measure_s: float = _setting(
+        1.0,
+        "a finite number of seconds from 0",
+        "How long the candidates for a graph are timed at one go.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    margin: float = _setting(
+        0.03,
+        "a number from 0 to 1",
+        "By which share of the fastest one's time a candidate has to win to be chosen before one "
+        "that is simpler or comes earlier.",
+        ge=0,
+        le=1,
+    )
+    keep_mb: int = _setting(
+        256,
+        "a whole number from 0",
+        "How many megabytes of a graph's first inputs are kept until it has settled, so that "
+        "fuseboard.wait() can do that without another call.",
+        ge=0,
     )
     on_failure: Literal["raise", "next", "eager"] = _setting(
         "next",
@@ -146,11 +178,12 @@ class Settings(BaseModel):
         "How many sets of weights one compiled graph keeps prepared values for.",
         ge=1,
     )
-    verify: Literal["choice", "always", "off"] = _setting(
+    verify: str = _setting(
         "choice",
-        "'choice', 'always', 'off'",
-        "When a region's outputs are held against its contract: on the first call, on every call "
-        "(its inputs too, for debugging), or never.",
+        "'choice', 'always', 'always:N' with N from 1, 'off'",
+        "When a region's outputs are held against its contract and a float64 run: on the first "
+        "call, on every N-th call as well (its inputs too, for debugging), or never.",
+        pattern=r"^(choice|off|always(:[1-9][0-9]*)?)$",
     )
     hook_limit_s: float = _setting(
         900.0,
@@ -203,6 +236,12 @@ class Settings(BaseModel):
         "a table of options for each plugin, such as plugins.inductor.max_autotune = true",
         "Each plugin's own options.",
     )
+
+    @property
+    def verify_every(self) -> int | None:
+        """Each how many calls are checked; None where the first calls alone are, or none."""
+        word, _, number = self.verify.partition(":")
+        return int(number or 1) if word == "always" else None
 
     @field_validator("backends", "block")
     @classmethod

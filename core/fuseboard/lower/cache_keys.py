@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from fuseboard import torch_graphs, torch_internals, torch_symbols
-from fuseboard.contracts import BackendInfo, Region
+from fuseboard.contracts import BackendInfo, GraphKind, Region
 from fuseboard.lower.artifacts import Key
 from fuseboard.partition.signature import signature
 
@@ -47,18 +47,39 @@ def region_key(
         raise NotCacheable(
             f"{region.backend} builds in the values of weights, which aren't known in this graph"
         )
-    values = [node.meta.get("val") for node in region.graph.graph.nodes]
     parts = {
         "backend": region.backend,
-        "graph": signature(region.graph, region.backend, (region.kind, _views(region.graph))),
-        "static inputs": f"{region.static_inputs}",
         "whole graph": f"{region.whole}",
         "random": region.random,
         "weights": " ".join(baked),
-        "sizes": "; ".join(torch_symbols.known_facts(values)),
         "fingerprint": info.fingerprint,
         "code": code_hash(home) if home else "",
-        "options": _options(region.options),
+        "options": plugin_options_text(region.options),
+        **_parts(region.graph, region.backend, region.kind, region.static_inputs),
+    }
+    return Key(parts)
+
+
+def graph_parts(graph: GraphModule, kind: GraphKind, static: Sequence[int]) -> dict[str, str]:
+    """What measurements of a whole graph depend on, backends and settings aside.
+
+    :param static: positions of its inputs that are weights.
+    :raises NotCacheable: something in the graph has no name outside of this process.
+    """
+    for what in _nameless(graph):
+        raise NotCacheable(f"{what} means nothing to another process")
+    return {**_parts(graph, "", kind, tuple(static)), "code": code_hash(Path(__file__).parents[1])}
+
+
+def _parts(
+    graph: GraphModule, backend: str, kind: GraphKind, static: Sequence[int]
+) -> dict[str, str]:
+    """A graph, and the machine and the process that it is to run on and in."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    parts = {
+        "graph": signature(graph, backend, (kind, _views(graph))),
+        "static inputs": f"{static}",
+        "sizes": "; ".join(torch_symbols.known_facts(values)),
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "fuseboard": fuseboard_version(),
         "python": f"{platform.python_implementation()} {'.'.join(map(str, sys.version_info[:3]))}",
@@ -67,13 +88,13 @@ def region_key(
         "threads": f"{torch.get_num_threads()}",
         "numerics": numerics(),
     }
-    own_keys = [getattr(node.target, "cache_key", None) for node in region.graph.graph.nodes]
+    own_keys = [getattr(node.target, "cache_key", None) for node in graph.graph.nodes]
     if any(isinstance(own, str) for own in own_keys):
         parts["functions"] = " ".join(own for own in own_keys if isinstance(own, str))
     devices = {leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
     if any(device.type == "cuda" for device in devices):
         parts["gpu"] = gpu()
-    return Key(parts)
+    return parts
 
 
 # --- the region -----------------------------------------------------------------------------------
@@ -118,7 +139,11 @@ def _views(graph: GraphModule) -> tuple[tuple[bool, bool], ...]:
     return tuple((v.is_conj(), v.is_neg()) for v in values if isinstance(v, torch.Tensor))
 
 
-def _options(options: Any) -> str:
+def plugin_options_text(options: Any) -> str:
+    """A plugin's options, for keys.
+
+    :raises NotCacheable: a value has no name outside of this process.
+    """
     if options is None:
         return ""
     if isinstance(options, BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.artifacts import Artifact, Key, Store, store_at
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
 from fuseboard.lower.failure import decide, region_error, trip
-from fuseboard.lower.isolated import Result
-from fuseboard.lower.isolation import Crash, lower_in_child
+from fuseboard.lower.isolated import Request, Result
+from fuseboard.lower.isolation import Crash, lower_in_child, make_request
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.torch_symbols import GuardWatch, guard_again, symbolic_numbers
+
+#: A backend, and the signature of a region as it was cut.
+Token = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,18 @@ class Task:
     prepare: GraphModule | None
 
 
+class Deferred(Exception):
+    """A region that has to be compiled, and was told to wait.
+
+    :ivar token: what the result is to be found under; equal for regions with equal code.
+    """
+
+    def __init__(self, token: Token, request: Request) -> None:
+        super().__init__(f"{token} waits to be compiled")
+        self.token = token
+        self.request = request
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where an artifact belongs."""
@@ -54,34 +69,51 @@ class Cache:
     """The artifacts of one graph's regions.
 
     :param report: of the graph; failures to load are told there.
+    :param ready: what child processes have made.
+    :param defers: what would have to be compiled is deferred, if a child process can do it.
     """
 
-    def __init__(self, session: Session, report: GraphReport) -> None:
+    def __init__(
+        self,
+        session: Session,
+        report: GraphReport,
+        ready: Mapping[Token, Result] | None = None,
+        defers: bool = False,
+    ) -> None:
         self._session = session
         self._report = report
+        self._ready = ready or {}
+        self._defers = defers
 
     def lower(self, task: Task, told: RegionReport) -> LoweredRegion | None:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.
 
         :raises RegionError: an artifact couldn't be loaded, and the policy is to raise.
         :raises LoweringError: it would end the process.
+        :raises Deferred: it has to be compiled, and that is to wait.
         """
         info = self._info(task.region.backend)
         loads = self._session.implements(info.name, "fuseboard_load")
         isolates = self._session.settings.isolate and info.may_crash
+        token = info.name, task.region.signature
         place = self._place(task, info, told) if loads or isolates else None
         if loads and place is not None and (found := self._find(task, place, told)) is not None:
             loaded = self._load(task, found.data, told, place.store, found.path)
             if loaded is not None:
                 return loaded
-        if isolates:
+        result = None
+        if token in self._ready:
+            result = _answered(self._ready[token])
+        elif self._defers and loads and not info.bakes_constants:
+            raise Deferred(token, make_request(task.copied(), task.inputs, self._session))
+        elif isolates:
             result = self._try_in_child(task, place)
-            if result is not None and result.declined:
-                return None
-            if loads and result is not None and result.artifact is not None:
-                loaded = self._take(task, result, place, told)
-                if loaded is not None:
-                    return loaded
+        if result is not None and result.declined:
+            return None
+        if loads and result is not None and result.artifact is not None:
+            loaded = self._take(task, result, place, told)
+            if loaded is not None:
+                return loaded
         watch = GuardWatch(torch_internals.fake_mode_of(task.inputs))
         answer = self._ask(task)
         if answer is None or answer.artifact is None:
@@ -190,8 +222,7 @@ class Cache:
             if place is not None:
                 place.store.put_tried(place.key, str(crash))
             raise LoweringError(f"in a child process {crash}") from crash
-        if result.error:
-            raise LoweringError(f"in a child process it raised {result.error}")
+        _answered(result)
         if place is not None and result.artifact is None:
             place.store.put_tried(place.key, "")
         return result
@@ -231,6 +262,15 @@ class Cache:
             problem = place.store.put(place.key, artifact, further, variant="; ".join(guards))
         if problem:
             told.notes.append(f"not cached: {problem}")
+
+
+def _answered(result: Result) -> Result:
+    """
+    :raises LoweringError: it is an exception.
+    """
+    if result.error:
+        raise LoweringError(f"in a child process it raised {result.error}")
+    return result
 
 
 def _values(task: Task) -> list[Any]:

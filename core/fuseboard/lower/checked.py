@@ -1,61 +1,132 @@
-"""Regions in a checked call: what they return is held against what they promised."""
+"""Regions in a checked call: what they return is held against what they promised, and computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
+from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Region, Verdict
-from fuseboard.errors import ContractError, PluginError
+from fuseboard.errors import ContractError, PluginError, WrongValues
+from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, trip
+from fuseboard.profile.reference import Reference, make_reference, replayable
 from fuseboard.profile.verify import verify
 from fuseboard.report.data import GraphReport
+
+
+@dataclass
+class Proofs:
+    """What checked functions hold regions against, and which code has passed.
+
+    :ivar values: hold outputs against a float64 run of the region, where its code hasn't passed.
+    :ivar inputs_too: also hold the inputs against copies of them, and undo what was written.
+    :ivar passed: the code whose values were right; by ``id``, with the code, which keeps it alive.
+    :ivar references: regions that several programs have in common are run once. None: kept nowhere.
+    """
+
+    values: bool = True
+    inputs_too: bool = False
+    passed: dict[int, Any] = field(default_factory=dict)
+    references: dict[Any, Reference | str] | None = None
 
 
 class CheckedRegion:
     """A region's callable in a checked call.
 
+    :param region: as it was cut; its graph is what the values are held against.
+    :param code: what isomorphic regions share.
     :param expected: fake values of its outputs.
-    :param inputs_too: also hold the inputs against copies of them, and undo what was written.
+    :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
     """
 
     def __init__(
         self,
         region: Region,
         call: Boxed,
+        code: Boxed,
         expected: tuple[Any, ...],
         session: Session,
         report: GraphReport,
-        inputs_too: bool,
+        proofs: Proofs,
+        key: Any = None,
     ) -> None:
         self._region = region
         self._call = call
+        self._code = code
         self._session = session
         self._report = report
-        self._inputs_too = inputs_too
+        self._proofs = proofs
         self._expected = expected
+        self._key = key
 
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
+    def __call__(self, args: list[Any], values: Sequence[Any] | None = None) -> Sequence[Any]:
+        """
+        :param args: what the region's code takes.
+        :param values: the region's own inputs, where the code takes others.
+        :raises WrongValues: it computes something else.
+        :raises ContractError: it keeps another promise not.
+        """
         inputs = list(args)
-        before = [_copy(value) for value in inputs] if self._inputs_too else None
+        reference = self._reference(inputs if values is None else values)
+        before = [_copy(value) for value in inputs] if self._proofs.inputs_too else None
         try:
             result = self._call(args)
         finally:
             written = _restore(inputs, before) if before is not None else []
         if written:
             raise self._broken(f"the lowered region wrote to its inputs {written}")
-        verdict = self._verdict(result, inputs)
+        verdict = self._verdict(result, inputs, reference)
         if not verdict.ok:
-            raise self._broken(verdict.problem)
+            raise self._broken(verdict.problem, verdict.by_value)
+        if reference is not None and not self._proofs.inputs_too:
+            self._proofs.passed[id(self._code)] = self._code
         return result
 
-    def _broken(self, problem: str) -> ContractError:
-        return ContractError(self._region.backend, "fuseboard_lower", problem)
+    def _reference(self, inputs: Sequence[Any]) -> Reference | None:
+        """What the outputs are held against; None where they aren't judged by value.
 
-    def _verdict(self, result: Any, inputs: list[Any]) -> Verdict:
+        Raises what eager raises on these inputs, which is the user's own error.
+        """
+        proofs = self._proofs
+        if not proofs.values or self._region.backend == "eager" or id(self._code) in proofs.passed:
+            return None
+        known = None
+        if proofs.references is not None and self._key is not None:
+            known = proofs.references.get(self._key)
+        if known is None:
+            known = replayable(self._region.graph) or self._run(self._region.graph, inputs)
+            if proofs.references is not None and self._key is not None:
+                proofs.references[self._key] = known
+        if isinstance(known, str):
+            self._note(f"{self._region.name} isn't judged by value: {known}")
+            return None
+        for note in known.notes:
+            self._note(f"{self._region.name}: {note}")
+        return known
+
+    def _run(self, graph: GraphModule, inputs: Sequence[Any]) -> Reference | str:
+        with torch_internals.real_tensors():
+            try:
+                return make_reference(graph, inputs)
+            except Exception as error:  # an op may raise anything, in float64 alone or in eager too
+                boxed_function(graph, f"{self._region.name}.eager")(list(inputs))
+                return f"{type(error).__name__}: {error}"
+
+    def _note(self, text: str) -> None:
+        if text not in self._report.notes:
+            self._report.notes.append(text)
+
+    def _broken(self, problem: str, by_value: bool = False) -> ContractError:
+        kind = WrongValues if by_value else ContractError
+        return kind(self._region.backend, "fuseboard_lower", problem)
+
+    def _verdict(self, result: Any, inputs: list[Any], reference: Reference | None) -> Verdict:
         """The verify hook's; where it fails the policy decides, and the default stands in."""
         region, session, report = self._region, self._session, self._report
         arguments: dict[str, Any] = {
@@ -63,6 +134,7 @@ class CheckedRegion:
             "expected": self._expected,
             "result": result,
             "inputs": inputs,
+            "reference": reference,
         }
         try:
             _, verdict = session.first("fuseboard_verify", **arguments)

@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,20 @@ class Result:
 def main(directory: Path) -> None:
     """Answer the request; ends the process, without a plugin's handlers at exit."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    request: Request = pickle.loads((directory / "request").read_bytes())
-    result = _answer(request, directory)
-    unfinished = directory / "unfinished"
-    unfinished.write_bytes(pickle.dumps(result))
-    os.replace(unfinished, directory / "result")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    code = 1
+    try:
+        request: Request = pickle.loads((directory / "request").read_bytes())
+        result = _answer(request, directory)
+        unfinished = directory / "unfinished"
+        unfinished.write_bytes(pickle.dumps(result))
+        os.replace(unfinished, directory / "result")
+        code = 0
+    except BaseException:  # the interpreter's own end would abort, as the thread above reads
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,32 @@ class Crash(LoweringError):
 
 
 def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> Result:
-    """What ``fuseboard_lower`` answers in a process of its own.
+    """What ``fuseboard_lower`` answers in a process of its own; see :func:`answer_in_child`.
+
+    :raises LoweringError: it can't be tried there.
+    """
+    request = make_request(region, inputs, session)
+    settings = session.settings
+    return answer_in_child(request, settings.hook_limit_s, settings.origin("hook_limit_s"))
+
+
+def answer_in_child(
+    request: Request,
+    limit_s: float,
+    origin: str,
+    started: Callable[[int], None] = lambda process: None,
+) -> Result:
+    """Start a process that lowers a region, and wait for what it answers.
 
     Whatever becomes of that process, and if this one is interrupted, it is gone in the end.
 
+    :param limit_s: seconds that the backend has.
+    :param origin: where that was set.
+    :param started: is told the process's group.
     :raises Crash: it ended with a signal or an exit code, or didn't answer in time.
-    :raises LoweringError: it can't be tried there.
+    :raises LoweringError: it didn't start.
     """
-    request = _request(region, inputs, session)
+    backend = request.region["backend"]
     with tempfile.TemporaryDirectory(prefix="fuseboard-isolated-") as name:
         directory = Path(name)
         (directory / "request").write_bytes(pickle.dumps(request))
@@ -48,26 +66,32 @@ def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> R
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **_import_as_here()},
                 start_new_session=True,  # so that compilers which it started go with it
             )
             try:
-                late = _wait(child, directory, session.settings.hook_limit_s)
+                started(child.pid)
+                late = _wait(child, directory, limit_s)
             finally:
                 _end(child)
         result = directory / "result"
         if result.exists():
             return _read(result)
-        started = (directory / "started").exists()
+        began = (directory / "started").exists()
         said = _last_line((directory / "output").read_text(errors="replace"))
-    if late and started:
-        origin = session.settings.origin("hook_limit_s")
-        limit_s = session.settings.hook_limit_s
+    if late and began:
         raise Crash(f"it gave no answer within hook_limit_s = {limit_s:g} (set in {origin}){said}")
     how = "it didn't start in time" if late else f"it ended with {_name(child.returncode)}"
-    if not started:
-        raise LoweringError(f"{region.backend} can't be tried in a child process: {how}{said}")
+    if not began:
+        raise LoweringError(f"{backend} can't be tried in a child process: {how}{said}")
     raise Crash(f"{how}{said}")
+
+
+def _import_as_here() -> dict[str, str]:
+    """Environment under which a child imports what this process does, and not from its directory
+    first because it was started with ``-m``."""
+    paths = [path or os.getcwd() for path in sys.path]
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def _read(path: Path) -> Result:
@@ -80,7 +104,11 @@ def _read(path: Path) -> Result:
     return result
 
 
-def _request(region: Region, inputs: Sequence[Any], session: Session) -> Request:
+def make_request(region: Region, inputs: Sequence[Any], session: Session) -> Request:
+    """A region for another process.
+
+    :raises LoweringError: it can't be sent, or that process wouldn't find the plugin.
+    """
     module = session.module_name(region.backend)
     if module is None:
         raise LoweringError(

@@ -18,12 +18,13 @@ from fuseboard.contracts import Boxed, Event, GraphKind, LoweredRegion, Region
 from fuseboard.errors import LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
-from fuseboard.lower.caching import Cache, Task
+from fuseboard.lower.caching import Cache, Deferred, Task, Token
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.guards import watching_guards
+from fuseboard.lower.isolated import Result
 from fuseboard.lower.specialise import Specialised
 from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
@@ -52,6 +53,21 @@ class Lowered:
     values: int = 0
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A region decomposed, fused and hoisted: what its backend is given.
+
+    :ivar region: with the graph that is the backend's own.
+    """
+
+    region: Region
+    fusions: list[FusionReport]
+    keeps: tuple[int, ...]
+    prepare: GraphModule | None = None
+    uses: tuple[int, ...] = ()
+    values: int = 0
+
+
 @dataclass
 class Lowering:
     """Lowers the regions of one graph.
@@ -59,6 +75,9 @@ class Lowering:
     :ivar static: the graph's placeholders that are parameters or buffers and aren't mutated.
     :ivar claimed: backend → names of the nodes that it claimed.
     :ivar real: the tensors behind ``static`` in the call that is being compiled, as far as known.
+    :ivar strict: a failure is raised, and isn't contained.
+    :ivar defers: what takes long raises :class:`Deferred` instead.
+    :ivar ready: what was deferred, and is compiled now.
     """
 
     session: Session
@@ -69,9 +88,13 @@ class Lowering:
     counter: FusionCounter
     hoisting: bool
     real: Mapping[Node, torch.Tensor] = field(default_factory=dict)
+    strict: bool = False
+    defers: bool = False
+    ready: Mapping[Token, Result] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._known: dict[str, Lowered] = {}
+        self._prepared: dict[str, _Prepared] = {}
         #: by signature: what the backend answered, and the region as it was lowered
         self._bare: dict[str, tuple[LoweredRegion, Region]] = {}
 
@@ -153,9 +176,11 @@ class Lowering:
             )
             try:
                 lowered = self._lower_on(attempt, report, weights)
-            except RegionError:  # a wrapper's; the policy is to raise
+            except (RegionError, Deferred):  # a wrapper's, the policy is to raise; or for later
                 raise
             except Exception as error:  # a plugin may raise anything; the policy decides
+                if self.strict:
+                    raise
                 following = candidates[position + 1 :]
                 action = decide(self.session, region.name, backend, "lower", error)
                 if action == "raise" or not following:
@@ -218,23 +243,9 @@ class Lowering:
         weights: Sequence[torch.Tensor] | None = None,
     ) -> Lowered:
         session, backend = self.session, region.backend
-        graph = copy_graph(region.graph)
-        table = session.call(
-            "fuseboard_decompositions", backend, kind=self.kind, options=region.options
-        )
-        if table:
-            graph = decompose(graph, table)
-        graph, made = self._fuse(graph, region, report)
-        count = len(graph.graph.find_nodes(op="placeholder"))
-        keeps: tuple[int, ...] = tuple(range(count))
-        hoisted = hoist(graph, region.static_inputs, made) if self.hoisting else None
-        static = region.static_inputs
-        if hoisted is not None:
-            keeps = hoisted.keeps
-            kept_static = [i for i, position in enumerate(keeps) if position in static]
-            static = (*kept_static, *range(len(keeps), len(keeps) + hoisted.values))
-            report.hoisted = hoisted.values
-        final = dataclasses.replace(region, graph=graph, static_inputs=static)
+        prepared = self._prepared.pop(region.signature, None) or self._prepare(region)
+        report.fusions, report.hoisted = prepared.fusions, prepared.values
+        final, graph = prepared.region, prepared.region.graph
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         wrapped = bool(session.with_hook("fuseboard_wrap"))
         shown = dataclasses.replace(final, graph=copy_graph(graph)) if wrapped else final
@@ -243,24 +254,51 @@ class Lowering:
             inputs=inputs,
             copied=lambda: dataclasses.replace(final, graph=copy_graph(graph)),
             weights=weights,
-            prepare=None if hoisted is None else hoisted.prepare,
+            prepare=prepared.prepare,
         )
-        with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
-            answer = Cache(session, self.report).lower(task, report)
+        cache = Cache(session, self.report, self.ready, self.defers)
+        try:
+            with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
+                answer = cache.lower(task, report)
+        except Deferred:
+            self._prepared[region.signature] = prepared
+            raise
         if answer is None:
             raise LoweringError(f"{backend} declined the region when it was to be lowered")
         report.notes.extend(answer.notes)
         self._bare[region.signature] = answer, shown
         call = wrap_region(answer, shown, region, session, self.report, report).call
+        if prepared.prepare is None:
+            return Lowered(region, call, answer.call, prepared.keeps)
+        prepare = boxed_function(prepared.prepare, f"{region.name}.prepare")
+        values = prepared.values
+        return Lowered(region, call, answer.call, prepared.keeps, prepare, prepared.uses, values)
+
+    def _prepare(self, region: Region) -> _Prepared:
+        """Decompose, fuse and hoist, on a copy of the region's graph."""
+        graph = copy_graph(region.graph)
+        table = self.session.call(
+            "fuseboard_decompositions", region.backend, kind=self.kind, options=region.options
+        )
+        if table:
+            graph = decompose(graph, table)
+        graph, made, fusions = self._fuse(graph, region)
+        count = len(graph.graph.find_nodes(op="placeholder"))
+        hoisted = hoist(graph, region.static_inputs, made) if self.hoisting else None
         if hoisted is None:
-            return Lowered(region, call, answer.call, keeps)
-        prepare = boxed_function(hoisted.prepare, f"{region.name}.prepare")
-        values = hoisted.values
-        return Lowered(region, call, answer.call, keeps, prepare, hoisted.uses, values)
+            final = dataclasses.replace(region, graph=graph)
+            return _Prepared(final, fusions, tuple(range(count)))
+        kept = [i for i, old in enumerate(hoisted.keeps) if old in region.static_inputs]
+        first = len(hoisted.keeps)
+        static = (*kept, *range(first, first + hoisted.values))
+        final = dataclasses.replace(region, graph=graph, static_inputs=static)
+        return _Prepared(
+            final, fusions, tuple(hoisted.keeps), hoisted.prepare, hoisted.uses, hoisted.values
+        )
 
     def _fuse(
-        self, graph: GraphModule, region: Region, report: RegionReport
-    ) -> tuple[GraphModule, set[str]]:
+        self, graph: GraphModule, region: Region
+    ) -> tuple[GraphModule, set[str], list[FusionReport]]:
         """Apply the backend's rewrites; also the names of the nodes that they made."""
         before = {node.name for node in graph.graph.nodes}
         fusions = self.session.call(
@@ -275,8 +313,7 @@ class Lowering:
         if fusions:
             limit_s = self.session.settings.hook_limit_s
             done = apply_fusions(graph, fusions, region.backend, self.counter, limit_s)
-        report.fusions = done
-        return graph, {node.name for node in graph.graph.nodes} - before
+        return graph, {node.name for node in graph.graph.nodes} - before, done
 
 
 def source_line(node: Node) -> str:

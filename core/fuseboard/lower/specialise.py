@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from fuseboard import torch_symbols
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Region
-from fuseboard.lower.checked import CheckedRegion
+from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
@@ -180,7 +180,7 @@ class Specialised:
 
     def passed(self, key: Any, checked: Boxed, code: Boxed) -> None:
         """A first call went well: go over to the code itself, unless every call is checked."""
-        if self._session.settings.verify != "always":
+        if self._session.settings.verify_every is None:
             with compiling:
                 if self._table.get(key) is checked:
                     self._table[key] = code
@@ -243,9 +243,10 @@ class _FirstCall:
         expected: tuple[Any, ...],
     ) -> None:
         session, report = owner._session, owner._report
-        inputs_too = session.settings.verify == "always"
+        proofs = Proofs(inputs_too=session.settings.verify_every is not None)
         self._owner, self._key, self._code = owner, key, code
-        self._checked = CheckedRegion(region, code, expected, session, report, inputs_too)
+        captured = dataclasses.replace(region, graph=owner._region.graph)
+        self._checked = CheckedRegion(captured, code, code, expected, session, report, proofs)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         inputs, state = list(args), torch.get_rng_state()

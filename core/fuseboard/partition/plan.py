@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Policy, Repeats
-from fuseboard.partition.estimate import estimate_us
+from fuseboard.partition.estimate import estimates_us
 from fuseboard.partition.repeats import repeated_regions
 from fuseboard.partition.stages import contraction_cycle, stage_nodes
 from fuseboard.partition.views import pull_views
@@ -50,7 +50,7 @@ def plan_by_priority(
     order = [info.name for info in backends]
     everything = {n for c in claims[order[-1]] if isinstance(c, Claim) for n in c.nodes}
     nodes = [node for node in graph.graph.nodes if node.name in everything]
-    work = {node.name: estimate_us(node) for node in nodes}
+    work = {node.name: us for node, us in estimates_us(nodes).items()}
     names = [node.name for node in nodes]
     worthwhile = {
         name: _worthwhile(name, order[position + 1 :], claims, work)
@@ -94,7 +94,11 @@ def _with_regions(
     return Plan(placements, reasons, regions, tuple(notes))
 
 
-_POLICIES: Mapping[Policy, Callable[..., Plan]] = {"priority": plan_by_priority}
+#: Under ``measured`` the board asks for one plan for each set of backends, and measures them.
+_POLICIES: Mapping[Policy, Callable[..., Plan]] = {
+    "measured": plan_by_priority,
+    "priority": plan_by_priority,
+}
 
 
 def _worthwhile(

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import quantiles
 from typing import Any
+
+import torch
 
 from fuseboard.board.session import current_session
 from fuseboard.contracts import Measurement
 
-#: Rounds that are always measured, and at most.
+#: Rounds that are measured where the budget allows, and at most.
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
+#: Rounds end before the budget where every median is known to a share of itself.
+NARROW = 0.01
+#: What is so many times slower than the fastest isn't called again after its first rounds.
+HOPELESS = 2.0
+_WARM_ROUNDS = 2
 
 
 def measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
@@ -28,26 +37,84 @@ def measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measure
 
 
 def measure_calls(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
-    """The default of ``fuseboard_measure``: interleaved rounds by the wall clock.
+    """The default of ``fuseboard_measure``: interleaved rounds.
 
-    Each round calls every alternative once, in an order that rotates. Stops when the budget is
-    spent, after at least five rounds (so one call that takes long can go past the budget).
+    Each round calls every alternative once, in an order that rotates. The first call of each warms
+    it up, and how long these took says how many rounds there are at least: five where the budget
+    has room for as many. It ends when the budget is spent or every median is known closely. What is
+    hopelessly slow takes part in the first rounds only.
     """
-    for call in calls:
-        call()
+    with _no_garbage_collection():
+        return [_summary(samples) for samples in _rounds(calls, budget_s)]
+
+
+def _rounds(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[list[float]]:
+    clock = _clock()
+    warm_s = sum(1e-6 * clock(call) for call in calls)
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + budget_s
+    least = max(1, min(MIN_ROUNDS, int(budget_s / max(warm_s, 1e-9))))
     for number in range(MAX_ROUNDS):
+        quickest = min((sorted(t)[len(t) // 2] for t in times if t), default=0.0)
         for position in range(len(calls)):
             which = (position + number) % len(calls)
-            start = time.perf_counter()
-            calls[which]()
-            times[which].append(1e6 * (time.perf_counter() - start))
-        if number + 1 >= MIN_ROUNDS and time.perf_counter() >= end:
+            samples = times[which]
+            if len(samples) >= _WARM_ROUNDS and min(samples) > HOPELESS * quickest > 0:
+                continue
+            samples.append(clock(calls[which]))
+        late = time.perf_counter() >= end
+        if number + 1 >= least and (late or all(map(_is_narrow, times))):
             break
-    return [_summary(samples) for samples in times]
+    return times
+
+
+def _clock() -> Callable[[Callable[[], Any]], float]:
+    """How long one call takes, in microseconds: by CUDA's events where CUDA is in use."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return _cuda_us
+    return _wall_us
+
+
+def _wall_us(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _cuda_us(call: Callable[[], Any]) -> float:
+    """From the first launch to the end of the last kernel; not less than what launching took."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    begin.record()
+    call()
+    end.record()
+    launched_us = 1e6 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return max(1e3 * float(begin.elapsed_time(end)), launched_us)
+
+
+def _is_narrow(samples: list[float]) -> bool:
+    """Whether the median's standard error, from the quartiles, is a small share of it."""
+    if len(samples) < 2 * MIN_ROUNDS:
+        return False
+    low, median, high = quantiles(samples, n=4, method="inclusive")
+    return bool(0.93 * (high - low) / len(samples) ** 0.5 <= NARROW * median)
 
 
 def _summary(samples: list[float]) -> Measurement:
+    if len(samples) == 1:
+        return Measurement(samples[0], samples[0], samples[0], calls=1)
     low, median, high = quantiles(samples, n=4, method="inclusive")
     return Measurement(latency_us=median, low_us=low, high_us=high, calls=len(samples))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

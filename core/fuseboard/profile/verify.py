@@ -9,14 +9,22 @@ import torch
 
 from fuseboard import torch_internals
 from fuseboard.contracts import Region, Verdict
+from fuseboard.profile.reference import Reference
+from fuseboard.profile.values import judge
 
 
 def verify(
-    region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]
+    region: Region,
+    expected: Sequence[Any],
+    result: Sequence[Any],
+    inputs: Sequence[Any],
+    reference: Reference | None = None,
 ) -> Verdict:
-    """Check count, types, dtypes, shapes, devices and strides of a region's outputs.
+    """Check count, types, dtypes, shapes, devices and strides of a region's outputs, then values.
 
     Sizes that were symbolic when the region was captured are compared where they are known.
+
+    :param reference: what the values are held against; None: they aren't.
     """
     if not isinstance(result, list | tuple):
         return Verdict(False, f"returned {type(result).__name__}, not a tuple or list")
@@ -26,7 +34,7 @@ def verify(
         problem = _problem(want, got)
         if problem:
             return Verdict(False, f"output {number} {problem}")
-    return Verdict(True)
+    return Verdict(True) if reference is None else judge(reference, result)
 
 
 def _problem(want: Any, got: Any) -> str:

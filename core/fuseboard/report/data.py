@@ -88,6 +88,28 @@ class RegionReport:
 
 
 @dataclass
+class CandidateReport:
+    """A way to run a graph that was considered under the policy ``measured``.
+
+    :ivar name: the backends in it, such as ``mkldnn+eager``.
+    :ivar state: ``chosen``, ``slower``, ``failed``, ``waiting`` to be compiled, or ``untried``.
+    :ivar latency_us: the median of its calls; ``low_us`` and ``high_us`` are their quartiles. None
+        where it wasn't timed.
+    :ivar compile_s: what lowering it took, here or in the process that did it.
+    :ivar problem: why it failed or wasn't tried.
+    """
+
+    name: str
+    state: str = "untried"
+    latency_us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    compile_s: float | None = None
+    peak_bytes: int | None = None
+    problem: str = ""
+
+
+@dataclass
 class GraphReport:
     """One graph that AOTAutograd gave to the board.
 
@@ -98,12 +120,18 @@ class GraphReport:
     :ivar nodes: the ops in graph order; none of a joint graph, which is only split.
     :ivar outputs: names of the nodes and inputs that it returns, each once.
     :ivar seconds: stage → wall-clock seconds.
+    :ivar candidates: under the policy ``measured``, in order of preference.
+    :ivar decided: how the choice among them was made, in words; "" where there was none.
+    :ivar settled: no candidate waits to be tried.
     """
 
     name: str
     kind: GraphKind
     frame: str = ""
     backends: tuple[str, ...] = ()
+    candidates: list[CandidateReport] = field(default_factory=list)
+    decided: str = ""
+    settled: bool = True
     inputs: list[InputReport] = field(default_factory=list)
     outputs: tuple[str, ...] = ()
     nodes: list[NodeReport] = field(default_factory=list)

@@ -25,7 +25,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         training=True,
         dynamic_shapes=True,
         compiles_quickly=True,
-        by_request=True,
+        by_measurement=True,
         may_crash=True,
         available=not reason,
         reason=reason,

@@ -1,0 +1,311 @@
+"""A way to run a graph: its regions' code, and the flat functions that call it.
+
+Each function is generated. The *plain* one holds the weights check, the region calls and nothing
+else; the *checked* one holds each region's outputs against its contract; a *trial* lets exceptions
+pass, for who compares programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, GraphKind
+from fuseboard.lower.checked import CheckedRegion, Proofs
+from fuseboard.lower.codegen import Source
+from fuseboard.lower.liveness import drops, needed_nodes
+from fuseboard.lower.lowering import Lowered
+from fuseboard.lower.weights import WeightSets, address_of, run_prepare
+from fuseboard.partition.regions import Cut
+from fuseboard.report.data import GraphReport
+
+_WEIGHTS_CHECK = (
+    "if tuple(map({version}, {w})) != {e}.versions"
+    " or tuple(map({address}, {w})) != {e}.addresses"
+    " or [cell.value for cell in {e}.cells] != {e}.samples:"
+)
+
+
+@dataclass
+class Site:
+    """One call of a region in the graph."""
+
+    cut: Cut
+    lowered: Lowered
+
+
+@dataclass(frozen=True)
+class Board:
+    """What all programs of one graph share.
+
+    :ivar graph: the graph as it was cut, without changes by any backend.
+    :ivar kept: the board's own nodes, in order.
+    :ivar results: what the graph returns.
+    """
+
+    graph: GraphModule
+    kind: GraphKind
+    kept: Sequence[Node]
+    results: tuple[Any, ...]
+    session: Session
+    report: GraphReport
+
+
+class Handlers(Protocol):
+    """What a function calls when something is wrong; see :class:`fuseboard.lower.runner.Runner`."""
+
+    def finish(
+        self, program: Program, results: tuple[Any, ...], inputs: list[Any]
+    ) -> tuple[Any, ...]: ...
+
+    def recover(
+        self,
+        lowered: Sequence[Lowered],
+        error: Exception,
+        number: int,
+        inputs: list[Any],
+        random_state: torch.Tensor | None = None,
+    ) -> Sequence[Any]: ...
+
+    def blame(self, lowered: Sequence[Lowered], error: Exception, number: int) -> Exception: ...
+
+
+class Program:
+    """Regions in the order to call them, with the prepared values of their weights.
+
+    :ivar sets: None where nothing is hoisted.
+    """
+
+    def __init__(self, board: Board, sites: list[Site]) -> None:
+        self.board = board
+        self.sites = sites
+        self._weights: list[Node] = []
+        self._first_value: dict[int, int] = {}
+        self.sets = self._weight_sets()
+
+    def _weight_sets(self) -> WeightSets | None:
+        functions: list[tuple[Boxed, tuple[int, ...]]] = []
+        total = 0
+        for number, site in enumerate(self.sites):
+            lowered = site.lowered
+            if lowered.prepare is None:
+                continue
+            used = [site.cut.inputs[i] for i in lowered.uses]
+            self._weights.extend(node for node in used if node not in self._weights)
+            functions.append((lowered.prepare, tuple(self._weights.index(n) for n in used)))
+            self._first_value[number] = total
+            total += lowered.values
+        if not functions:
+            return None
+        return WeightSets(run_prepare(functions), self.board.session.settings.max_weight_sets)
+
+    # --- the functions --------------------------------------------------------------------------
+
+    def plain(self, handlers: Handlers, cloned: frozenset[int]) -> Boxed:
+        """What calls run.
+
+        :param cloned: positions of outputs that are cloned.
+        """
+        if self._passes_through(cloned):
+            return self._passing(handlers)
+        return self._contained(handlers, cloned, None)
+
+    def checked(self, handlers: Handlers, cloned: frozenset[int], proofs: Proofs) -> Boxed:
+        """What the first call runs."""
+        return self._contained(handlers, cloned, proofs)
+
+    def trial(self, proofs: Proofs | None) -> Boxed:
+        """The program by itself: whatever is wrong is raised.
+
+        :param proofs: where outputs are to be checked.
+        """
+        source = Source()
+        name = source.unique(f"{self.board.report.name}_trial")
+        names, _ = self._open(source)
+        self._write_weights_check(source, names, 1)
+        self._write_body(source, names, 1, proofs, contained=False, local="")
+        source.line(f"return {self._result(source, names, frozenset())}")
+        return source.function(name, "args")
+
+    def _contained(
+        self, handlers: Handlers, cloned: frozenset[int], proofs: Proofs | None
+    ) -> Boxed:
+        source = Source()
+        name = source.unique(self.board.report.name)
+        checked = proofs is not None
+        contained = checked or self.board.kind != "backward"
+        names, everything = self._open(source)
+        indent = 2
+        site_local = source.unique("site")
+        random_state = source.unique("random_state")
+        if checked:
+            source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
+        source.line(f"{site_local} = -1")
+        source.line("try:")
+        self._write_weights_check(source, names, indent)
+        self._write_body(source, names, indent, proofs, contained, site_local)
+        result = self._result(source, names, cloned)
+        if checked:
+            finish = source.bind(partial(handlers.finish, self), "finish")
+            prepared = f", *{self._values}" if self.sets is not None else ""
+            result = f"{finish}({result}, [{everything}{prepared}])"
+        source.line(f"return {result}", indent)
+        source.line("except Exception as error:")
+        if contained:
+            state = f", {random_state}" if checked else ""
+            recover = self._bound(source, handlers.recover, "recover")
+            source.line(f"return {recover}(error, {site_local}, [{everything}]{state})", 2)
+        else:
+            blame = self._bound(source, handlers.blame, "blame")
+            source.line(f"raise {blame}(error, {site_local}) from error", 2)
+        return source.function(name, "args")
+
+    def _open(self, source: Source) -> tuple[dict[Node, str], str]:
+        """Unpack the inputs and name the constants; also all inputs as one text."""
+        names: dict[Node, str] = {}
+        graph = self.board.graph
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            names[node] = source.unique(node.name)
+        for node in graph.graph.find_nodes(op="get_attr"):
+            names[node] = source.bind(getattr(graph, str(node.target)), node.name)
+        if placeholders:
+            source.line(f"{', '.join(names[node] for node in placeholders)}, = args")
+        source.line("args.clear()")
+        return names, ", ".join(names[node] for node in placeholders)
+
+    def _bound(self, source: Source, handler: Callable[..., Any], name: str) -> str:
+        """The name of a handler that knows which code the function was built from."""
+        lowered = tuple(site.lowered for site in self.sites)
+        return source.bind(partial(handler, lowered), name)
+
+    def _passes_through(self, cloned: frozenset[int]) -> bool:
+        """One region is all there is: its list is the call's, its results are the call's."""
+        if len(self.sites) != 1 or self.sets is not None or cloned:
+            return False
+        cut = self.sites[0].cut
+        return (
+            cut.inputs == self.board.graph.graph.find_nodes(op="placeholder")
+            and tuple(cut.outputs) == self.board.results
+            and len(self.sites[0].lowered.keeps) == len(cut.inputs)
+        )
+
+    def _passing(self, handlers: Handlers) -> Boxed:
+        """The plain function where there is nothing to do but to call the region."""
+        source = Source()
+        name = source.unique(self.board.report.name)
+        backward = self.board.kind == "backward"
+        region = source.bind(self.sites[0].lowered.call, "region0")
+        if not backward:
+            source.line("inputs = args.copy()")
+        source.line("try:")
+        source.line(f"return {region}(args)", 2)
+        source.line("except Exception as error:")
+        if backward:
+            blame = self._bound(source, handlers.blame, "blame")
+            source.line(f"raise {blame}(error, 0) from error", 2)
+        else:
+            recover = self._bound(source, handlers.recover, "recover")
+            source.line(f"return {recover}(error, 0, inputs)", 2)
+        return source.function(name, "args")
+
+    # --- their parts ----------------------------------------------------------------------------
+
+    def _write_weights_check(self, source: Source, names: dict[Node, str], indent: int) -> None:
+        if self.sets is None:
+            return
+        sets = source.bind(self.sets, "sets")
+        weights, entry = source.unique("weights"), source.unique("entry")
+        self._values = source.unique("prepared")
+        check = _WEIGHTS_CHECK.format(
+            w=weights,
+            e=entry,
+            version=source.bind(self.sets.version_of, "version_of"),
+            address=source.bind(address_of, "address_of"),
+        )
+        source.line(f"{weights} = ({', '.join(names[n] for n in self._weights)},)", indent)
+        source.line(f"{entry} = {sets}.last", indent)
+        # Before the check: another thread, or the collector, may drop the entry at any moment.
+        source.line(f"{self._values} = {entry}.values", indent)
+        source.line(check, indent)
+        source.line(f"{self._values} = {sets}.find({weights})", indent + 1)
+
+    def _write_body(
+        self,
+        source: Source,
+        names: dict[Node, str],
+        indent: int,
+        proofs: Proofs | None,
+        contained: bool,
+        local: str,
+    ) -> None:
+        """Region calls in order, then the board's own nodes that outputs need.
+
+        :param local: the variable that tells how far the call came; "" for none.
+        """
+        results = self.board.results
+        steps: list[Site | Node] = [*self.sites, *needed_nodes(self.board.kept, results)]
+        flow = [
+            (step.all_input_nodes, [step])
+            if isinstance(step, Node)
+            else (step.cut.inputs, step.cut.outputs)
+            for step in steps
+        ]
+        dropped = drops(flow, results, keep_inputs=contained)
+        for number, step in enumerate(steps):
+            if local and number <= len(self.sites):
+                source.line(f"{local} = {number}", indent)
+            if isinstance(step, Node):
+                names[step] = source.unique(step.name)
+                source.line(f"{names[step]} = {source.call(step, names)}", indent)
+            else:
+                self._write_site(source, names, indent, number, proofs)
+            gone = [names[node] for node in dropped[number] if node in names]
+            if gone:
+                source.line(f"del {', '.join(gone)}", indent)
+
+    def _write_site(
+        self,
+        source: Source,
+        names: dict[Node, str],
+        indent: int,
+        number: int,
+        proofs: Proofs | None,
+    ) -> None:
+        site = self.sites[number]
+        lowered = site.lowered
+        call: Callable[..., Any] = lowered.call
+        arguments = [names[site.cut.inputs[i]] for i in lowered.keeps]
+        if number in self._first_value:
+            first = self._first_value[number]
+            arguments += [f"{self._values}[{first + i}]" for i in range(lowered.values)]
+        given = f"[{', '.join(arguments)}]"
+        if proofs is not None:
+            board = self.board
+            expected = tuple(node.meta["val"] for node in site.cut.outputs)
+            region = lowered.region
+            given_to_all = all(node.op == "placeholder" for node in site.cut.inputs)
+            key = (*site.cut.inputs, None, *site.cut.outputs) if given_to_all else None
+            call = CheckedRegion(
+                region, call, lowered.code, expected, board.session, board.report, proofs, key
+            )
+            given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"
+        for node in site.cut.outputs:
+            names[node] = source.unique(node.name)
+        targets = "".join(f"{names[node]}, " for node in site.cut.outputs)
+        assign = f"{targets.rstrip()} = " if targets else ""
+        callee = source.bind(call, f"region{number}_{lowered.region.backend}")
+        source.line(f"{assign}{callee}({given})", indent)
+
+    def _result(self, source: Source, names: dict[Node, str], cloned: frozenset[int]) -> str:
+        items = []
+        for number, value in enumerate(self.board.results):
+            text = source.literal(value, names)
+            items.append(f"{text}.clone()" if number in cloned else text)
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -1,0 +1,183 @@
+"""Compiling beside the user's calls: one child process at a time, and waiting for all of it.
+
+The process that is being tuned does nothing but wait for the child, which has a lower priority; so
+calls in the meantime share the processor with it and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from fuseboard.errors import LoweringError
+from fuseboard.lower.caching import Token
+from fuseboard.lower.failure import describe
+from fuseboard.lower.isolated import Request, Result
+from fuseboard.lower.isolation import answer_in_child
+
+log = logging.getLogger("fuseboard")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A region to compile.
+
+    :ivar limit_s: what its backend has, and ``origin``, where that was set.
+    :ivar done: is told the result, and how many seconds it took, in the worker's thread.
+    """
+
+    token: Token
+    request: Request
+    limit_s: float
+    origin: str
+    done: Callable[[Token, Result, float], None]
+
+
+class Settling(Protocol):
+    """A graph that hasn't been decided for good; see :class:`fuseboard.profile.tuner.Tuner`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def settled(self) -> bool: ...
+
+    @property
+    def waiting(self) -> int:
+        """How many of its regions are still to be compiled."""
+
+    def settle(self) -> bool:
+        """Decide now, on inputs that were kept; False where that needs another call."""
+
+
+class Worker:
+    """A thread that has jobs done in child processes, one after another."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._child: int | None = None
+
+    def submit(self, job: Job) -> None:
+        self._jobs.put(job)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="fuseboard", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            start = time.perf_counter()
+            try:
+                result = answer_in_child(job.request, job.limit_s, job.origin, self._started)
+            except LoweringError as error:
+                result = Result(error=describe(error))
+            except Exception as error:  # such as a full disk; the thread has to go on
+                result = Result(error=f"{type(error).__name__}: {error}")
+            finally:
+                with self._lock:
+                    self._child = None
+            job.done(job.token, result, time.perf_counter() - start)
+
+    def _started(self, process: int) -> None:
+        with self._lock:
+            self._child = process
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, process, 10)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the child for the block, so that what is timed in it has the machine to itself."""
+        self._signal("SIGSTOP")
+        try:
+            yield
+        finally:
+            self._signal("SIGCONT")
+
+    def _signal(self, name: str) -> None:
+        if not hasattr(signal, name):
+            return  # not on Windows
+        with self._lock:
+            if self._child is not None:
+                try:
+                    os.killpg(self._child, getattr(signal, name))
+                except (ProcessLookupError, PermissionError):
+                    pass  # it has just ended
+
+
+worker = Worker()
+_unsettled: weakref.WeakSet[Settling] = weakref.WeakSet()
+
+
+def add(graph: Settling) -> None:
+    """Let :func:`wait` know of a graph."""
+    _unsettled.add(graph)
+
+
+def unsettled() -> list[Settling]:
+    """The graphs that aren't decided for good."""
+    return [graph for graph in list(_unsettled) if not graph.settled]
+
+
+def wait(timeout_s: float | None = None, progress: bool = True) -> bool:
+    """Wait until every graph that was compiled so far has settled.
+
+    What is still being compiled is waited for, then candidates are verified and timed on each
+    graph's first inputs, in this thread. A graph whose inputs weren't kept (they are larger than
+    the setting ``keep_mb``, or a weight is gone) settles in its next call instead.
+
+    :param timeout_s: seconds; None waits as long as it takes.
+    :param progress: show a line on standard error, where that is a terminal.
+    :returns: whether all have settled.
+    """
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    with _shown(progress) as show:
+        while True:
+            pending = unsettled()
+            compiling = [graph for graph in pending if graph.waiting]
+            for graph in pending:
+                if graph not in compiling:
+                    graph.settle()
+            show(len(_unsettled) - len(unsettled()), len(_unsettled))
+            if not compiling:
+                break
+            if end is not None and time.monotonic() >= end:
+                break
+            time.sleep(0.05)
+    return not unsettled()
+
+
+@contextmanager
+def _shown(progress: bool) -> Iterator[Callable[[int, int], None]]:
+    """A line of progress that tells (settled, all) graphs."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not progress or not console.is_terminal) as p:
+        task = p.add_task("fuseboard: settling")
+        yield lambda done, total: p.update(
+            task, description=f"fuseboard: {done} of {total} graphs settled"
+        )
+
+
+def _after_fork() -> None:
+    """A forked child has neither the thread nor the graphs' child process."""
+    global worker
+    worker = Worker()
+    _unsettled.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

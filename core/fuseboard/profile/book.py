@@ -1,0 +1,138 @@
+"""A graph's page in the cost database: what decides which entry is its own, and what is in it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fuseboard.board import Session
+from fuseboard.contracts import GraphKind
+from fuseboard.lower.cache_keys import NotCacheable, code_hash, graph_parts, plugin_options_text
+from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, database, decision_key
+from fuseboard.report.data import CandidateReport, GraphReport
+
+#: Settings that change which candidates there are, or what is right.
+_SETTINGS = (
+    "backends",
+    "exclude",
+    "fuse_limit",
+    "fuse_skip",
+    "hoist",
+    "isolate",
+    "margin",
+    "max_shapes",
+    "dynamic",
+    "merge_regions",
+    "min_region_us",
+    "pin",
+    "random",
+    "repeats",
+    "stages",
+    "verify",
+)
+
+
+@dataclass(frozen=True)
+class Book:
+    """Where the decision about one graph is found and kept.
+
+    :ivar parts: what the decision depends on; None where something has no name elsewhere.
+    """
+
+    database: CostDatabase
+    parts: dict[str, str] | None
+    report: GraphReport
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        graph: GraphModule,
+        kind: GraphKind,
+        static: Collection[int],
+        report: GraphReport,
+    ) -> Book:
+        """The page of a graph as captured.
+
+        :param static: positions of its inputs that are weights.
+        """
+        costs = database(session.settings)
+        try:
+            parts = graph_parts(graph, kind, sorted(static))
+            parts["backends"] = "; ".join(_backends(session))
+            parts["settings"] = _settings(session)
+        except NotCacheable as error:
+            report.notes.append(f"its decision isn't kept: {error}")
+            return cls(costs, None, report)
+        return cls(costs, parts, report)
+
+    def find(self) -> Decision | None:
+        """What was decided before; a note says what differs where something nearly was."""
+        if self.parts is None:
+            return None
+        found = self.database.find(decision_key("graph", self.parts))
+        if found is None and (differs := self.database.nearest("graph", self.parts)):
+            self.report.notes.append(
+                "not in the cost database, where a decision on the same graph differs in: "
+                + ", ".join(differs)
+            )
+        return found
+
+    def record(self, winner: str, candidates: Sequence[CandidateReport], settled: bool) -> None:
+        """Keep a decision."""
+        if self.parts is None:
+            return
+        self.database.record(
+            Decision(
+                key=decision_key("graph", self.parts),
+                parts=self.parts,
+                level="graph",
+                winner=winner,
+                candidates=tuple(map(_cost, candidates)),
+                title=f"{self.report.kind} {self.report.frame}",
+                settled=settled,
+                created=time.time(),
+            )
+        )
+        if self.database.problem and self.database.problem not in self.report.notes:
+            self.report.notes.append(self.database.problem)
+
+
+def _backends(session: Session) -> list[str]:
+    """Each backend with all that its code may depend on."""
+    return [
+        " ".join(
+            [
+                info.name,
+                info.fingerprint,
+                code_hash(home) if (home := session.home(info.name)) else "",
+                plugin_options_text(session.options(info.name)),
+            ]
+        )
+        for info in session.backends
+    ]
+
+
+def _settings(session: Session) -> str:
+    values: dict[str, Any] = {name: getattr(session.settings, name) for name in _SETTINGS}
+    return json.dumps(values, sort_keys=True, default=repr)
+
+
+def _cost(told: CandidateReport) -> CandidateCost:
+    problem = told.problem
+    if not problem and told.state in ("waiting", "untried"):
+        problem = "not tried yet"
+    return CandidateCost(
+        name=told.name,
+        latency_us=told.latency_us,
+        low_us=told.low_us,
+        high_us=told.high_us,
+        compile_s=told.compile_s,
+        peak_bytes=told.peak_bytes,
+        problem=problem,
+    )

@@ -1,0 +1,76 @@
+"""A candidate: one way to run a whole graph, before and after it is lowered."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fuseboard.lower.caching import Deferred, Token
+from fuseboard.lower.isolated import Result
+from fuseboard.lower.lowering import Lowering
+from fuseboard.lower.program import Board, Program, Site
+from fuseboard.partition.regions import Cut
+from fuseboard.report.data import CandidateReport, RegionReport
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A plan's regions, and what became of them.
+
+    :ivar lowering: strict; its report is this candidate's own.
+    :ivar told: its row in the graph's report.
+    :ivar waiting: what is to be compiled before it can be lowered.
+    :ivar program: None until it is lowered, and again once it has lost.
+    :ivar proven: its outputs were right, in this process or an earlier one.
+    """
+
+    cuts: list[Cut]
+    lowering: Lowering
+    told: CandidateReport
+    waiting: set[Token] = field(default_factory=set)
+    ready: dict[Token, Result] = field(default_factory=dict)
+    program: Program | None = None
+    proven: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.told.name
+
+    @property
+    def regions(self) -> list[RegionReport]:
+        return self.lowering.report.regions
+
+    @property
+    def out(self) -> bool:
+        """It can't be chosen any more."""
+        return self.told.state in ("failed", "slower") and self.program is None
+
+    def lower(self, board: Board, defers: bool) -> list[Deferred]:
+        """Lower the regions; what has to be compiled elsewhere first, where something has to.
+
+        Raises what the backends raise, or :class:`RegionError` of a wrapper.
+        """
+        start = time.perf_counter()
+        self.lowering.defers, self.lowering.ready = defers, self.ready
+        self.regions.clear()
+        sites: list[Site] = []
+        deferred: list[Deferred] = []
+        for number, cut in enumerate(self.cuts):
+            name = f"{board.report.name}.region{number}"
+            try:
+                sites.append(Site(cut, self.lowering.lower(cut, name, len(self.cuts) == 1)))
+            except Deferred as later:
+                if later.token not in self.waiting:
+                    self.waiting.add(later.token)
+                    deferred.append(later)
+        if not self.waiting:
+            self.program = Program(board, sites)
+        self.told.compile_s = (self.told.compile_s or 0.0) + time.perf_counter() - start
+        return deferred
+
+    def drop(self, state: str, problem: str = "") -> None:
+        """Let go of what was lowered."""
+        self.told.state, self.told.problem = state, problem
+        self.program = None
+        self.ready.clear()
+        self.waiting.clear()

@@ -1,0 +1,384 @@
+"""Choice by measurement for one graph: which of its candidates runs.
+
+A call is used for it, since only a call has real inputs. The first one compares what compiles
+quickly: each candidate is verified region by region, the right ones are timed in turn, and the call
+is answered by the winner. What takes long is compiled beside the following calls; the call after
+that compares it with the winner so far. Then the graph has *settled*.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, Event, Measurement, Stage
+from fuseboard.errors import PluginError, RegionError
+from fuseboard.lower.caching import Token
+from fuseboard.lower.checked import Proofs
+from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.lower.isolated import Result
+from fuseboard.lower.runner import Runner
+from fuseboard.lower.specialise import compiling
+from fuseboard.lower.weights import any_version
+from fuseboard.profile import background
+from fuseboard.profile.book import Book
+from fuseboard.profile.candidates import Candidate
+from fuseboard.profile.choose import choose
+from fuseboard.profile.costs import Decision
+from fuseboard.profile.measure import measure_calls
+from fuseboard.torch_symbols import compiling_in_a_call
+
+log = logging.getLogger("fuseboard")
+
+
+class Tuner:
+    """Compares the candidates of one graph, and installs the winners.
+
+    :param candidates: in order of preference; at least one.
+    :param static: positions of inputs that are parameters or buffers.
+    :param mode: the fake mode that the graph was captured under.
+    :param book: where decisions are kept.
+    :param installed: is told of each winner.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        candidates: Sequence[Candidate],
+        static: Collection[int],
+        mode: Any,
+        book: Book,
+        installed: Callable[[Candidate], None],
+    ) -> None:
+        self._runner = runner
+        self._candidates = candidates
+        self._static = static
+        self._mode = mode
+        self._book = book
+        self._installed = installed
+        self._session: Session = runner.session
+        self._report = runner.report
+        self._chosen: Candidate | None = None
+        self._lock = threading.RLock()
+        self._due: list[Candidate] = []
+        self._kept = _Kept()
+        self._call: Boxed = torch.compiler.disable(self._tune)  # Dynamo must not trace it
+
+    @property
+    def name(self) -> str:
+        return self._report.name
+
+    @property
+    def waiting(self) -> int:
+        """How many regions are still to be compiled."""
+        return sum(len(candidate.waiting) for candidate in self._candidates)
+
+    @property
+    def settled(self) -> bool:
+        return not self._due and not self.waiting
+
+    # --- in the backend's call ------------------------------------------------------------------
+
+    def start(self, defers: bool) -> None:
+        """Lower the candidates, and let the first call compare those that are ready.
+
+        What an earlier process decided holds; what it didn't come to try is tried now.
+
+        :param defers: what takes long is compiled in the background.
+        """
+        for candidate in self._left(self._book.find()):
+            self._lower(candidate, defers=defers and self._takes_long(candidate))
+            if candidate.program is not None:
+                self._due.append(candidate)
+            candidate.lowering.real = {}  # of this call
+        self._report.settled = self.settled
+        if not self.settled:
+            background.add(self)
+        if self._due:
+            self._runner.interrupt(self._call)
+
+    def _left(self, decision: Decision | None) -> Sequence[Candidate]:
+        """The candidates that are to be tried; the winner of an earlier process runs."""
+        if decision is None:
+            return self._candidates
+        known = {cost.name: cost for cost in decision.candidates}
+        winner = next((c for c in self._candidates if c.name == decision.winner), None)
+        if winner is None or not self._lower(winner, defers=False):
+            return [c for c in self._candidates if c is not winner]
+        self._report.decided = "taken from the cost database"
+        for candidate in self._candidates:
+            told, cost = candidate.told, known.get(candidate.name)
+            if cost is not None:
+                told.latency_us, told.low_us, told.high_us = (
+                    cost.latency_us,
+                    cost.low_us,
+                    cost.high_us,
+                )
+                told.peak_bytes = cost.peak_bytes
+                if candidate is not winner and (cost.latency_us or decision.settled):
+                    candidate.drop("failed" if cost.problem else "slower", cost.problem)
+        winner.proven = True
+        self._install(winner)
+        return [c for c in self._candidates if c is not winner and not c.out]
+
+    def _takes_long(self, candidate: Candidate) -> bool:
+        quick = {info.name for info in self._session.backends if info.compiles_quickly}
+        return any(cut.backend not in quick for cut in candidate.cuts)
+
+    def _lower(self, candidate: Candidate, defers: bool) -> bool:
+        """Whether a candidate is lowered now; what it waits for is sent to be compiled."""
+        try:
+            deferred = candidate.lower(self._runner.board, defers)
+        except RegionError:  # a wrapper's; the policy is to raise
+            raise
+        except Exception as error:  # a plugin may raise anything; the policy decides
+            self._failed(candidate, "lower", error)
+            return False
+        if candidate.waiting:
+            candidate.told.state = "waiting"
+        for later in deferred:
+            settings = self._session.settings
+            background.worker.submit(
+                background.Job(
+                    later.token,
+                    later.request,
+                    settings.hook_limit_s,
+                    settings.origin("hook_limit_s"),
+                    partial(_compiled, weakref.ref(self), candidate),
+                )
+            )
+        return candidate.program is not None
+
+    # --- when something has been compiled --------------------------------------------------------
+
+    def compiled(self, candidate: Candidate, token: Token, result: Result, seconds: float) -> None:
+        """In the worker's thread: note a result; the next call compares what is complete."""
+        candidate.ready[token] = result
+        candidate.told.compile_s = (candidate.told.compile_s or 0.0) + seconds
+        if candidate.waiting == {token}:
+            self._due.append(candidate)
+            self._runner.interrupt(self._call)
+        candidate.waiting.discard(token)
+
+    # --- in a call ------------------------------------------------------------------------------
+
+    def _tune(self, args: list[Any]) -> Sequence[Any]:
+        """A call in which candidates are compared; then it is made."""
+        inputs = list(args)
+        args.clear()
+        with self._lock:
+            if self._due:
+                self._runner.interrupt(None)  # whatever becomes of this, calls go on without
+                self._compare(inputs)
+                if self._chosen is None:
+                    return self._runner.eager()(inputs)  # the user's own error, most likely
+                self._kept.keep(inputs, self._static, self._limit_bytes())
+            if self.settled:
+                self._kept.clear()
+        return self._runner.function(inputs)
+
+    def settle(self) -> bool:
+        """Compare what is due on the inputs that were kept; False where there are none."""
+        inputs = self._kept.inputs()
+        if inputs is None:
+            return False
+        with self._lock:
+            if self._due:
+                self._runner.interrupt(None)
+                self._compare(inputs)
+            if self.settled:
+                self._kept.clear()
+        return True
+
+    def _limit_bytes(self) -> int:
+        return self._session.settings.keep_mb * 2**20 if self.waiting else 0
+
+    def _compare(self, inputs: list[Any]) -> None:
+        """Verify what is due, time it beside the winner so far, and install the winner."""
+        due, self._due = self._due, []
+        order = [c for c in self._candidates if c in due or c is self._chosen]
+        proofs = Proofs(values=self._session.settings.verify != "off", references={})
+        with compiling, compiling_in_a_call(self._mode), background.worker.paused():
+            for candidate in order:
+                if candidate.program is None and not self._lower(candidate, defers=False):
+                    continue
+                if not candidate.proven and not self._verify(candidate, inputs, proofs):
+                    if candidate.told.state != "failed":  # eager raises as well
+                        self._due = due
+                        self._runner.interrupt(self._call)
+                        return
+                    continue
+                if self._chosen is None:
+                    self._install(candidate)  # if the user interrupts, there is something to run
+            right = [candidate for candidate in order if candidate.proven and not candidate.out]
+            proofs.references = None
+            winner = self._fastest(right, inputs) if len(right) > 1 else self._chosen
+        if winner is None:
+            self._run_eager()
+            return
+        for candidate in right:
+            if candidate is not winner:
+                candidate.drop("slower")
+        self._report.decided = "measured in a call"
+        self._install(winner)
+        self._book.record(winner.name, self._report.candidates, self.settled)
+
+    def _verify(self, candidate: Candidate, inputs: list[Any], proofs: Proofs) -> bool:
+        """Whether a candidate keeps its contract and computes the right values."""
+        assert candidate.program is not None
+        sets = candidate.program.sets
+        if sets is not None and any(map(_is_inference, inputs)):
+            sets.version_of = any_version
+        if self._session.settings.verify == "off":
+            proofs = Proofs(values=False)
+        try:
+            candidate.program.trial(proofs)(list(inputs))
+        except Exception as error:  # compiled code may raise anything
+            try:
+                self._runner.eager()(list(inputs))
+            except Exception:  # eager raises as well: the user's own error, raised by the call
+                return False
+            self._failed(candidate, "profile", error)
+            return False
+        candidate.proven = True
+        return True
+
+    def _fastest(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
+        """Time candidates in turn; what raises now is out."""
+        errors: dict[int, Exception] = {}
+
+        def call(number: int, function: Boxed) -> None:
+            try:
+                function(list(inputs))
+            except Exception as error:  # compiled code may raise anything
+                errors.setdefault(number, error)
+
+        calls = [
+            partial(call, number, candidate.program.trial(None))
+            for number, candidate in enumerate(right)
+            if candidate.program is not None
+        ]
+        measured = self._measure(calls)
+        for number, error in errors.items():
+            self._failed(right[number], "profile", error)
+        left = [(c, m) for c, m in zip(right, measured, strict=True) if c.program is not None]
+        for candidate, found in left:
+            told = candidate.told
+            told.latency_us, told.low_us, told.high_us = (
+                found.latency_us,
+                found.low_us,
+                found.high_us,
+            )
+        if not left:
+            return None
+        return left[choose([found for _, found in left], self._session.settings.margin)][0]
+
+    def _measure(self, calls: Sequence[Callable[[], Any]]) -> list[Measurement]:
+        budget_s = self._session.settings.measure_s
+        try:
+            _, measured = self._session.first("fuseboard_measure", calls=calls, budget_s=budget_s)
+        except PluginError as error:
+            if decide(self._session, self.name, error.plugin, "profile", error) == "raise":
+                raise
+            trip(self._report, error.plugin, "profile", self.name, error, "the default measuring")
+            measured = measure_calls(calls, budget_s)
+        return measured  # type: ignore[no-any-return]
+
+    # --- what comes of it -----------------------------------------------------------------------
+
+    def _install(self, candidate: Candidate) -> None:
+        assert candidate.program is not None
+        self._chosen = candidate
+        for other in self._candidates:
+            if other.told.state == "chosen":
+                other.told.state = "slower"
+        candidate.told.state = "chosen"
+        every = self._session.settings.verify_every
+        self._runner.install(candidate.program, Proofs(values=False, inputs_too=every is not None))
+        self._report.settled = self.settled
+        self._installed(candidate)
+        self._session.notify(
+            Event("choose", self.name, 0.0, {"winner": candidate.name, "settled": self.settled})
+        )
+
+    def _run_eager(self) -> None:
+        """No candidate is right: the captured graph runs op by op."""
+        self._report.notes.append("no candidate is right on this call: eager runs the graph")
+
+    def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> None:
+        """A candidate is out.
+
+        :raises RegionError: the policy is to raise.
+        """
+        others = [c.name for c in self._candidates if c is not candidate and not c.out]
+        instead = "eager" if others in ([], ["eager"]) else "the other candidates"
+        plugin = getattr(error, "plugin", "") or candidate.cuts[0].backend
+        candidate.drop("failed", describe(error))
+        if decide(self._session, self.name, plugin, stage, error) == "raise":
+            raise RegionError(
+                f"candidate {candidate.name!r} of graph {self.name!r} failed in stage {stage!r}: "
+                f"{describe(error)}. Not contained: the policy is on_failure='raise'."
+            ) from error
+        source = next((s for r in candidate.regions for s in r.sources), "")
+        trip(self._report, plugin, stage, self.name, error, instead, source)
+
+
+def _compiled(
+    tuner: weakref.ref[Tuner], candidate: Candidate, token: Token, result: Result, seconds: float
+) -> None:
+    alive = tuner()
+    if alive is not None:
+        alive.compiled(candidate, token, result, seconds)
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_inference()
+
+
+class _Kept:
+    """The first inputs of a graph: weights by weak reference, all else as copies."""
+
+    def __init__(self) -> None:
+        self._values: list[Callable[[], Any]] | None = None
+
+    def keep(self, inputs: Sequence[Any], static: Collection[int], limit_bytes: int) -> None:
+        """Keep inputs unless there are some, or they are too large."""
+        copied = [
+            value
+            for i, value in enumerate(inputs)
+            if i not in static and isinstance(value, torch.Tensor)
+        ]
+        size = sum(value.numel() * value.element_size() for value in copied)
+        if self._values is not None or size > limit_bytes:
+            return
+        with torch.no_grad():
+            self._values = [
+                weakref.ref(value)
+                if i in static and isinstance(value, torch.Tensor)
+                else partial(_as_it_is, _copy(value))
+                for i, value in enumerate(inputs)
+            ]
+
+    def inputs(self) -> list[Any] | None:
+        if self._values is None:
+            return None
+        values = [value() for value in self._values]
+        return None if any(value is None for value in values) else values
+
+    def clear(self) -> None:
+        self._values = None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
