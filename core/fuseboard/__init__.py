@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         RegistrationError,
         SamplingError,
         SettingsError,
-        WrongValues,
     )
     from fuseboard.hookspecs import hookimpl
     from fuseboard.lower.decompose import decompose
@@ -52,10 +51,8 @@ if TYPE_CHECKING:
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
-    from fuseboard.profile.background import wait
     from fuseboard.profile.measure import measure
     from fuseboard.profile.memory import MemoryPoint, measure_memory
-    from fuseboard.profile.reference import Reference
     from fuseboard.profile.sampling import SamplingProfiler
     from fuseboard.profile.sampling_compile import CompileProfile, CompileProfiler
     from fuseboard.profile.sampling_process import SamplerProcess
@@ -75,7 +72,8 @@ _HOMES = {
         "LoweredRegion",
         "Measurement",
         "Plan",
-        "Region",
+        "Reference",
+    "Region",
         "Sampler",
         "SamplerStatus",
         "SamplingOptions",
@@ -83,6 +81,7 @@ _HOMES = {
         "StackSample",
         "Trip",
         "Verdict",
+    "WrongValues",
     ),
     "fuseboard.engines": ("Engine", "why_unavailable"),
     "fuseboard.errors": (
@@ -97,7 +96,6 @@ _HOMES = {
         "RegistrationError",
         "SamplingError",
         "SettingsError",
-        "WrongValues",
     ),
     "fuseboard.hookspecs": ("hookimpl",),
     "fuseboard.lower.decompose": ("decompose",),
@@ -106,10 +104,8 @@ _HOMES = {
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
     "fuseboard.partition.patterns": ("claim_patterns",),
-    "fuseboard.profile.background": ("wait",),
     "fuseboard.profile.measure": ("measure",),
     "fuseboard.profile.memory": ("MemoryPoint", "measure_memory"),
-    "fuseboard.profile.reference": ("Reference",),
     "fuseboard.profile.sampling": ("SamplingProfiler",),
     "fuseboard.profile.sampling_compile": ("CompileProfile", "CompileProfiler"),
     "fuseboard.profile.sampling_process": ("SamplerProcess",),
@@ -141,7 +137,6 @@ __all__ = [
     "Plan",
     "PluginError",
     "RankError",
-    "Reference",
     "Region",
     "RegionError",
     "RegionShare",
@@ -158,7 +153,6 @@ __all__ = [
     "StackSample",
     "Trip",
     "Verdict",
-    "WrongValues",
     "claim_nodes",
     "claim_patterns",
     "decompose",

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 import fuseboard
-from fuseboard import SamplingError, SamplingOptions, SamplingProfiler, StackFrame, StackSample
+from fuseboard import (
+    CompileProfiler,
+    SamplingError,
+    SamplingOptions,
+    SamplingProfiler,
+    StackFrame,
+    StackSample,
+)
 from fuseboard.profile import sampling, sampling_process
 from fuseboard_pyspy import _executable
 from fuseboard_pyspy._sampler import PySpy, read_speedscope
@@ -105,6 +112,25 @@ def test_a_real_session_tells_regions_apart(tracing):
     assert shares[0].backend == "eager"
     assert shares[0].share > 0.5
     assert sum(share.share for share in shares) == pytest.approx(1)
+
+
+def test_a_compilation_is_seen_in_dynamo_and_in_the_backend(tracing):
+    """The user's function is named, and the samples show who compiled it."""
+
+    def slow_backend(graph, inputs):
+        spin(0.3)
+        return graph.forward
+
+    with CompileProfiler(sampler="pyspy", frames=r"\brise ", stop_at_error=True) as profiler:
+
+        def rise(x):
+            return x + 1
+
+        torch.compile(rise, backend=slow_backend)(torch.ones(3))
+    (compiled_,) = profiler.profiles
+    assert compiled_.duration_s >= 0.3
+    seen = [{frame.name for frame in sample.stack} for sample in compiled_.profile.samples]
+    assert sum("spin" in names and "compile_inner" in str(names) for names in seen) >= 5
 
 
 def test_native_frames_are_asked_for_by_the_option(tracing):

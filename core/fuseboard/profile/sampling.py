@@ -192,7 +192,7 @@ class SamplingProfiler:
                 _lock.release()
         self.result = profile
         if profile is not None and self.output is not None:
-            self._write(profile, self.output)
+            write_profile(profile, self.output)
         return profile
 
     def _go_without(self, problem: str) -> None:
@@ -203,17 +203,18 @@ class SamplingProfiler:
             _told.add(problem)
             log.warning("fuseboard: the work runs unprofiled: %s", problem)
 
-    def _write(self, profile: SampledProfile, folder: Path) -> None:
-        """All forms of a profile; a disk that is full by now is told of, and the work is done."""
-        start = folder / profile.run_id
-        try:
-            profile.save_speedscope(f"{start}.speedscope.json")
-            profile.save_folded(f"{start}.folded.txt")
-            profile.save_flame_graph(f"{start}.html")
-        except OSError as error:
-            log.warning("fuseboard: run %s: the profile isn't written: %s", profile.run_id, error)
-        else:
-            log.info("fuseboard: run %s: written to %s.*", profile.run_id, start)
+
+def write_profile(profile: SampledProfile, folder: Path) -> None:
+    """All forms of a profile; a disk that is full by now is told of: the work is done."""
+    start = folder / profile.run_id
+    try:
+        profile.save_speedscope(f"{start}.speedscope.json")
+        profile.save_folded(f"{start}.folded.txt")
+        profile.save_flame_graph(f"{start}.html")
+    except OSError as error:
+        log.warning("fuseboard: run %s: the profile isn't written: %s", profile.run_id, error)
+    else:
+        log.info("fuseboard: run %s: written to %s.*", profile.run_id, start)
 
 
 def check_output(folder: Path) -> None:
