@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RegistrationError,
         SamplingError,
         SettingsError,
+        WrongValues,
     )
     from fuseboard.hookspecs import hookimpl
     from fuseboard.lower.decompose import decompose
@@ -51,8 +52,10 @@ if TYPE_CHECKING:
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
+    from fuseboard.profile.background import wait
     from fuseboard.profile.measure import measure
     from fuseboard.profile.memory import MemoryPoint, measure_memory
+    from fuseboard.profile.reference import Reference
     from fuseboard.profile.sampling import SamplingProfiler
     from fuseboard.profile.sampling_compile import CompileProfile, CompileProfiler
     from fuseboard.profile.sampling_process import SamplerProcess
@@ -72,8 +75,7 @@ _HOMES = {
         "LoweredRegion",
         "Measurement",
         "Plan",
-        "Reference",
-    "Region",
+        "Region",
         "Sampler",
         "SamplerStatus",
         "SamplingOptions",
@@ -81,7 +83,6 @@ _HOMES = {
         "StackSample",
         "Trip",
         "Verdict",
-    "WrongValues",
     ),
     "fuseboard.engines": ("Engine", "why_unavailable"),
     "fuseboard.errors": (
@@ -96,6 +97,7 @@ _HOMES = {
         "RegistrationError",
         "SamplingError",
         "SettingsError",
+        "WrongValues",
     ),
     "fuseboard.hookspecs": ("hookimpl",),
     "fuseboard.lower.decompose": ("decompose",),
@@ -104,8 +106,10 @@ _HOMES = {
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
     "fuseboard.partition.patterns": ("claim_patterns",),
+    "fuseboard.profile.background": ("wait",),
     "fuseboard.profile.measure": ("measure",),
     "fuseboard.profile.memory": ("MemoryPoint", "measure_memory"),
+    "fuseboard.profile.reference": ("Reference",),
     "fuseboard.profile.sampling": ("SamplingProfiler",),
     "fuseboard.profile.sampling_compile": ("CompileProfile", "CompileProfiler"),
     "fuseboard.profile.sampling_process": ("SamplerProcess",),
@@ -137,6 +141,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "RankError",
+    "Reference",
     "Region",
     "RegionError",
     "RegionShare",
@@ -153,6 +158,7 @@ __all__ = [
     "StackSample",
     "Trip",
     "Verdict",
+    "WrongValues",
     "claim_nodes",
     "claim_patterns",
     "decompose",
