@@ -189,15 +189,30 @@ def filled(tensor: torch.Tensor, fill: int) -> None:
 class _Given:
     """An input or a constant, lifted when it is first used: all at once would take much memory."""
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, node: Node) -> None:
         self.raw = raw
+        self._in_storage = isinstance(raw, torch.Tensor) and _strided_anew(node)
         self._lifted: Any = None
 
     @property
     def lifted(self) -> Any:
         if self._lifted is None:
-            self._lifted = lifting.lift_all(self.raw)
+            lift = lifting.lift_storage if self._in_storage else lifting.lift_all
+            self._lifted = lift(self.raw)
         return self._lifted
+
+
+def _strided_anew(node: Node) -> bool:
+    """Whether the graph reaches from a value into the memory around it, through ``as_strided``."""
+    for user in node.users:
+        target: Any = user.target
+        if user.args[:1] != (node,) or not isinstance(target, torch._ops.OpOverload):
+            continue
+        if target._schema.name.startswith("aten::as_strided"):
+            return True
+        if target._schema.arguments[0].alias_info is not None and _strided_anew(user):
+            return True
+    return False
 
 
 class Lifted:
@@ -213,7 +228,7 @@ class Lifted:
         self.rounded = {node for node, form in forms.items() if _wide(form)}
 
     def given(self, node: Node, value: Any) -> Any:
-        return _Given(value)
+        return _Given(value, node)
 
     def result(self, node: Node, values: Mapping[Node, Any]) -> Any:
         return _lifted(values[node])
@@ -328,9 +343,10 @@ class Disturbed(Eager):
     """Eager, with the result of each op off by up to a unit in the last place, at random.
 
     An engine that sums in another order, or has another exponential, rounds otherwise at each op.
-    What becomes of that over the whole graph shows how much of a difference is to be expected
-    (Monte Carlo arithmetic: Parker, "Monte Carlo Arithmetic", UCLA 1997). Integers that are held
-    as floats stay as they are, since all engines have them exactly.
+    Inside an op that sums there are more roundings: what it reads is disturbed as well. What
+    becomes of that over the whole graph shows how much of a difference is to be expected (Monte
+    Carlo arithmetic: Parker, "Monte Carlo Arithmetic", UCLA 1997). Integers that are held as floats
+    stay as they are, since all engines have them exactly.
 
     :param rounded: nodes that the reference has with eager's own roundings, so that these don't
         show: those in float64 already, and those that refuse it. What they read is disturbed, too.
@@ -345,7 +361,7 @@ class Disturbed(Eager):
     def computed(self, node: Node, target: Any, args: Any, kwargs: Any) -> Any:
         if lifting.exact(target):
             return super().computed(node, target, args, kwargs)
-        if node in self.rounded:
+        if node in self.rounded or not lifting.pointwise(target):
             args = tuple(self.disturbed(value) for value in args)
         return self.disturbed(super().computed(node, target, args, kwargs))
 

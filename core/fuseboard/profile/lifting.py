@@ -38,6 +38,7 @@ def lifted_dtype(dtype: torch.dtype) -> torch.dtype:
     return _LIFTED.get(dtype, dtype)
 
 
+@functools.cache
 def about_bits(target: Any) -> bool:
     """Whether an op's meaning hangs on the bits of its arguments' dtypes."""
     if not isinstance(target, torch._ops.OpOverload):
@@ -51,6 +52,17 @@ def lift(tensor: torch.Tensor) -> torch.Tensor:
     if dtype is None:
         return tensor
     return _cast(tensor, dtype)
+
+
+def lift_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64 with all of the memory that it is a view of, where it lies in it."""
+    dtype = _LIFTED.get(tensor.dtype)
+    if dtype is None or tensor.layout != torch.strided:
+        return tensor
+    plain = tensor.resolve_conj().resolve_neg()
+    elements = plain.untyped_storage().nbytes() // plain.dtype.itemsize
+    memory = plain.as_strided((elements,), (1,), 0).to(dtype)
+    return memory.as_strided(plain.shape, plain.stride(), plain.storage_offset())
 
 
 def lift_all(value: Any) -> Any:
@@ -112,13 +124,13 @@ def lifted_arguments(
     new_kwargs = {name: _lifted_argument(value) for name, value in kwargs.items()}
     if not isinstance(target, torch._ops.OpOverload):
         return new_args, new_kwargs
-    special = _SPECIAL.get(target._schema.name)
+    special = _special(target)
     if special is not None:
         return special(target, new_args, new_kwargs, own)
     if isinstance(own, torch.dtype) and own in _LIFTED:
         if new_kwargs.get("dtype") is None and _takes_dtype(target):
             new_kwargs["dtype"] = _LIFTED[own]  # else the default dtype, for full and arange
-        elif torch.Tag.pointwise in target.tags and target._schema.name != "aten::where":
+        elif pointwise(target) and target._schema.name != "aten::where":
             new_args = _integers_lifted(new_args)
     return new_args, new_kwargs
 
@@ -127,10 +139,17 @@ def _lifted_argument(value: Any) -> Any:
     return _LIFTED.get(value, value) if isinstance(value, torch.dtype) else value
 
 
+@functools.cache
 def _takes_dtype(target: Any) -> bool:
     return any(
         argument.name == "dtype" and argument.kwarg_only for argument in target._schema.arguments
     )
+
+
+@functools.cache
+def pointwise(target: Any) -> bool:
+    """Whether each element of an op's result depends on one element of each argument."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _integers_lifted(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -180,6 +199,11 @@ def _rms_norm(target: Any, args: Any, kwargs: Any, own: Any) -> _Arguments:
         computed = torch.float64 if first == torch.float64 else torch.float32
         named["eps"] = torch.finfo(computed).eps
     return (), {("input" if name == "self" else name): value for name, value in named.items()}
+
+
+@functools.cache
+def _special(target: Any) -> Callable[[Any, Any, Any, Any], _Arguments] | None:
+    return _SPECIAL.get(target._schema.name)
 
 
 _SPECIAL: dict[str, Callable[[Any, Any, Any, Any], _Arguments]] = {
@@ -255,6 +279,7 @@ _EXACT = frozenset(
 )
 
 
+@functools.cache
 def leaves_memory(target: Any) -> bool:
     """Whether an op's result holds whatever was in memory."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.name in _MEMORY

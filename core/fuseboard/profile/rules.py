@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,20 +80,25 @@ def reached_by(graph: GraphModule, values: Mapping[Node, Any]) -> dict[Node, Rea
             random=draws(node) or hides_draws(node, graph) or _keeps_state(node),
             memory=_uninitialised(node, graph),
         )
-        found[node] = _joined([own, *(found[used] for used in _read(node))])
+        parts = {own, *(found[used] for used in _read(node))}
+        found[node] = own if len(parts) == 1 else _joined(parts)
     return found
 
 
 def _read(node: Node) -> Iterable[Node]:
     """The nodes whose elements a node looks at."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.name in _VALUES_UNREAD:
+    if _reads_shape_only(node.target):
         shape_only = node.args[0] if node.args else None
         return [used for used in node.all_input_nodes if used is not shape_only]
     return node.all_input_nodes
 
 
-def _joined(parts: Sequence[Reached]) -> Reached:
+@functools.cache
+def _reads_shape_only(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name in _VALUES_UNREAD
+
+
+def _joined(parts: Collection[Reached]) -> Reached:
     return Reached(
         floats=any(part.floats for part in parts),
         random=any(part.random for part in parts),

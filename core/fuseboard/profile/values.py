@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +22,23 @@ WORST_FACTOR = 10.0
 #: these errors are larger, and the largest of several is less often small by chance.
 DISTURBED_FACTOR = 4.0
 
-#: Units in the last place of an element that it may be off in any case.
-FLOOR_UNITS = 8.0
+#: Units in the last place of an element that it may be off in any case. Half types are computed in
+#: float32 and rounded once, or a few times.
+FLOOR_UNITS, FLOOR_UNITS_HALF = 16.0, 4.0
+
+#: The same where eager has so many elements or more and all of them exactly: it copied them, or
+#: rounded nothing.
+EXACT_UNITS, MANY_EXACT = 2.0, 64
 
 #: How many times eager's root mean squared error a result's may be, as in
-#: ``torch._dynamo.utils.same``; the second for half types and outputs of few elements.
+#: ``torch._dynamo.utils.same``; the second for half types and outputs of few elements. Fewer than
+#: the last number have no mean to speak of.
 RMSE_FACTOR, RMSE_FACTOR_WIDE = 2.0, 3.0
-FEW_ELEMENTS = 1000
+FEW_ELEMENTS, TOO_FEW_ELEMENTS = 1000, 16
 
 #: What is added to that, in units in the last place of the output's root mean square. torch adds
 #: 1e-5, which is 84 units in float32 where the output is of the size of 1.
-RMSE_UNITS = {torch.float32: 84.0, torch.float64: 84.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+RMSE_UNITS, RMSE_UNITS_HALF = 84.0, 1.0
 
 #: One in so many integers or booleans that floats reach may be another than eager's.
 MISMATCH_SHARE = 50_000
@@ -153,7 +160,7 @@ def _far(
     disturbed: Spread,
 ) -> str:
     """Floating and complex numbers: element by element, then all of them together."""
-    found = _Found(eager.dtype, spread, disturbed)
+    found = _Found(Floor.of(eager, spread), spread, disturbed)
     for start, (has, exact, have) in chunks(eager, precise, got):
         found.look(start, has, exact, have)
     if found.wrong:
@@ -164,8 +171,10 @@ def _far(
             f"{exact}{factor} ({found.wrong} of {eager.numel()} elements are wrong; eager's "
             f"largest error is {spread.worst:.3g})"
         )
-    rmse = (found.squares / found.count) ** 0.5 if found.count else 0.0
-    limit = rmse_limit(spread.joined(disturbed), eager)
+    if found.count < TOO_FEW_ELEMENTS:
+        return ""
+    rmse = (found.squares / found.count) ** 0.5
+    limit = rmse_limit(eager, spread, disturbed)
     if rmse > limit:
         return (
             f"is {rmse:.3g} from float64 in the root mean square, eager {spread.rmse:.3g} "
@@ -183,8 +192,8 @@ class _Found:
     :ivar squares: the sum of the squared distances of the :ivar count: elements that are finite.
     """
 
-    def __init__(self, dtype: torch.dtype, spread: Spread, disturbed: Spread) -> None:
-        self.dtype, self.spread, self.disturbed = dtype, spread, disturbed
+    def __init__(self, floor: Floor, spread: Spread, disturbed: Spread) -> None:
+        self.floor, self.spread, self.disturbed = floor, spread, disturbed
         self.wrong, self.worst, self.where = 0, 0.0, 0
         self.values: tuple[Any, Any, Any] = (0.0, 0.0, 0.0)
         self.squares, self.count = 0.0, 0
@@ -202,7 +211,7 @@ class _Found:
         target = aim(eager, precise)
         finite = target.isfinite()
         distance = (wide - target).abs()
-        allowed = limits(target.abs(), self.dtype, self.spread, self.disturbed)
+        allowed = limits(target.abs(), self.floor, self.spread, self.disturbed)
         number = torch.where(wide.isfinite(), distance / allowed, torch.inf)
         special = torch.where(_same_specials(eager, got), 0.0, torch.inf)
         beyond = torch.where(finite, number, special)
@@ -218,16 +227,34 @@ class _Found:
         self.count += int(kept.sum())
 
 
-def limits(
-    sizes: torch.Tensor, dtype: torch.dtype, spread: Spread, disturbed: Spread
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Floor:
+    """What an element may be off in any case: a share of its size, and a little more.
+
+    The little is what becomes zero where small numbers are flushed to zero.
+    """
+
+    share: float
+    least: float
+
+    @staticmethod
+    def of(eager: torch.Tensor, spread: Spread) -> Floor:
+        info = torch.finfo(eager.dtype)
+        exact = spread.worst == 0 and eager.numel() >= MANY_EXACT
+        if exact and eager.dtype not in (torch.float64, torch.complex128):
+            units = EXACT_UNITS
+        else:
+            units = FLOOR_UNITS if info.bits > 16 else FLOOR_UNITS_HALF
+        flushed = info.tiny < 1e-30  # float16 and narrower ones are computed in float32
+        return Floor(units * info.eps, info.tiny if flushed else info.tiny * info.eps)
+
+
+def limits(sizes: torch.Tensor, floor: Floor, spread: Spread, disturbed: Spread) -> torch.Tensor:
     """How far each element may be off.
 
     :param sizes: the absolute values of what they should be.
     """
-    info = torch.finfo(dtype)
-    tiny = info.tiny if info.tiny < 1e-30 else info.tiny * info.eps  # float16 isn't flushed to zero
-    allowed = WORST_FACTOR * spread.worst + FLOOR_UNITS * info.eps * sizes + tiny
+    allowed = WORST_FACTOR * spread.worst + floor.share * sizes + floor.least
     if disturbed.worst > 0:
         further = torch.full_like(sizes, disturbed.worst)
         if disturbed.relative < torch.inf:
@@ -236,13 +263,14 @@ def limits(
     return allowed
 
 
-def rmse_limit(spread: Spread, eager: torch.Tensor) -> float:
+def rmse_limit(eager: torch.Tensor, spread: Spread, disturbed: Spread) -> float:
     """How far all elements together may be off."""
-    half = eager.dtype in (torch.float16, torch.bfloat16)
-    factor = RMSE_FACTOR_WIDE if half or eager.numel() < FEW_ELEMENTS else RMSE_FACTOR
     info = torch.finfo(eager.dtype)
-    units = RMSE_UNITS.get(eager.dtype, RMSE_UNITS[torch.float32] if info.bits > 16 else 1.0)
-    return factor * spread.rmse + units * info.eps * spread.rms + info.tiny
+    wide = info.bits <= 16 or eager.numel() < FEW_ELEMENTS
+    factor = RMSE_FACTOR_WIDE if wide else RMSE_FACTOR
+    units = RMSE_UNITS if info.bits > 16 else RMSE_UNITS_HALF
+    most = max(factor * spread.rmse, DISTURBED_FACTOR * disturbed.rmse)
+    return most + units * info.eps * spread.rms + info.tiny
 
 
 def _same_specials(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
