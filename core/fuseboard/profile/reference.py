@@ -47,7 +47,7 @@ class Reference:
     :ivar spreads: how far eager is from float64.
     :ivar notes: what people should know, such as ops that have no float64 kernel.
     :ivar disturbed: how far eager is from float64 at most if each of its ops rounds otherwise.
-        Computed when it is first asked for, on the same inputs, which it keeps.
+        Computed when it is first asked for, on the same inputs, which it keeps; empty if it can't.
     """
 
     eager: tuple[Any, ...]
@@ -156,14 +156,20 @@ class _Disturbed:
 
     def __call__(self) -> tuple[Spread, ...]:
         if self._spreads is None:
-            found = [Spread()] * len(self._precise)
-            with _undisturbed(self._arguments[1]):
-                for outputs in disturbed_runs(*self._arguments):
-                    pairs = zip(outputs, self._precise, strict=True)
-                    new = [spread_of(own, exact, relative=True) for own, exact in pairs]
-                    found = [one.joined(other) for one, other in zip(found, new, strict=True)]
-            self._spreads = tuple(found)
+            try:
+                self._spreads = self._measured()
+            except Exception:  # an op that ran doesn't run again: eager's own error must do
+                self._spreads = ()
         return self._spreads
+
+    def _measured(self) -> tuple[Spread, ...]:
+        found = [Spread()] * len(self._precise)
+        with _undisturbed(self._arguments[1]):
+            for outputs in disturbed_runs(*self._arguments):
+                pairs = zip(outputs, self._precise, strict=True)
+                new = [spread_of(own, exact, relative=True) for own, exact in pairs]
+                found = [one.joined(other) for one, other in zip(found, new, strict=True)]
+        return tuple(found)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,7 +41,8 @@ _BATCH_NORMS = {
     "aten::batch_norm": (3, 5),
 }
 
-_PLAIN_MODULES: tuple[ModuleType, ...] = (operator, math)
+#: Python functions that graphs call on sizes.
+_BUILTINS = frozenset({abs, bool, divmod, float, int, max, min, pow, round, sum})
 
 
 def replayable(graph: GraphModule) -> str:
@@ -76,8 +75,10 @@ def _why_not(node: Node, owner: torch.nn.Module) -> str:
             return f"{target.name()} has effects beyond its results"
         return ""
     module = getattr(target, "__module__", "") or ""
-    plain = module in ("_operator", "math", "builtins") or module.split(".")[0] == "torch"
-    return "" if plain else f"{node.name} calls Python code ({module}), which may do anything"
+    plain = module in ("_operator", "math") or module.split(".")[0] == "torch"
+    if plain or target in _BUILTINS:
+        return ""
+    return f"{node.name} calls Python code ({module}), which may do anything"
 
 
 def _why_not_op(node: Node, target: Any) -> str:
