@@ -256,28 +256,68 @@ def test_a_sound_file_is_never_set_aside(costs, path):
     "statement",
     [
         "UPDATE decisions SET body = replace(body, 'inductor', 'indictor')",
-        "UPDATE decisions SET key = replace(key, substr(key, 1, 4), '0000')",
         "UPDATE decisions SET body = x'00'",
+        "UPDATE decisions SET body = CAST(x'ff' AS TEXT)",
+        "UPDATE decisions SET key = replace(key, substr(key, 1, 4), '0000')",
+        "UPDATE decisions SET graph = 'other'",
+        "UPDATE decisions SET settled = 0",
+        "UPDATE records SET key = 'other'",
+        "UPDATE records SET created = 1",
+        "UPDATE records SET value = 'text'",
+        "DROP TABLE records",
+        "ALTER TABLE decisions DROP COLUMN settled",
+        "PRAGMA user_version = 0",
+        "PRAGMA application_id = 1",
     ],
 )
-def test_a_changed_row_is_no_decision(costs, path, warnings, statement):
-    """Its checksum tells; the row goes, with a warning, and the others stay."""
+def test_what_sqlite_cant_see_is_damage_too(costs, path, warnings, statement):
+    """A changed row, by its checksum; a changed table. The file is set aside, once."""
     costs.record(decision("a"))
-    changed(path, statement)
-    costs.record(decision("b"))
-    assert [d.parts["graph"] for d in costs.decisions()] == ["b"]
-    assert len(warnings()) == 1
-    assert "a row of" in warnings()[0]
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM decisions").fetchone() == (1,)
-
-
-def test_a_changed_record_is_none(costs, path):
-    """Likewise, by its bytes, its namespace and its key."""
     costs.put_record("tvm", "k", b"bytes")
-    changed(path, "UPDATE records SET key = 'l'")
-    assert costs.get_record("tvm", "l") is None
-    assert costs.records() == []
+    changed(path, statement)
+    assert costs.decisions() == [] or costs.records() == []
+    costs.record(decision("b"))
+    assert CostDatabase(path).decisions() == [decision("b")]
+    assert len(warnings()) == 1
+    assert files(path) == {"costs.sqlite3", "costs.sqlite3.corrupt-1", "costs.sqlite3.lock"}
+
+
+def test_undamaged_rows_of_a_file_set_aside_can_be_imported(costs, path):
+    """Where SQLite can still read it."""
+    costs.record(decision("a"), decision("b"))
+    changed(path, "UPDATE decisions SET settled = 0 WHERE graph = 'a'")
+    assert costs.find(decision("a").key) is None
+    told = costs.import_(path.with_name("costs.sqlite3.corrupt-1"))
+    assert dataclasses.astuple(told) == (1, 0, 0, 1)
+    assert costs.decisions() == [decision("b")]
+
+
+@pytest.mark.parametrize("kind", ["bits", "block", "cut"])
+def test_no_damage_raises_or_gives_a_wrong_answer(tmp_path, kind):
+    """Whatever becomes of the file's bytes: what is found is what was recorded, or nothing."""
+    recorded = {made.key: made for made in (decision(f"{number}") for number in range(50))}
+    CostDatabase(tmp_path / "whole").record(*recorded.values())
+    whole = (tmp_path / "whole").read_bytes()
+    for seed in range(25):
+        draw = random.Random(seed)
+        content = bytearray(whole)
+        at = draw.randrange(len(content))
+        if kind == "bits":
+            for _ in range(draw.randrange(1, 20)):
+                content[draw.randrange(100, len(content))] ^= 1 << draw.randrange(8)
+        elif kind == "block":
+            content[at : at + 5000] = draw.randbytes(len(content[at : at + 5000]))
+        else:
+            del content[at:]
+        path = tmp_path / f"{seed}" / "costs.sqlite3"
+        path.parent.mkdir()
+        path.write_bytes(content)
+        costs = CostDatabase(path)
+        assert costs.find(decision("7").key) in (None, decision("7"))
+        assert all(recorded[found.key] == found for found in costs.decisions())
+        costs.record(decision("new"))
+        assert costs.find(decision("new").key) == decision("new")
+        assert costs.problem == ""
 
 
 # --- trouble --------------------------------------------------------------------------------------
@@ -397,6 +437,7 @@ costs = CostDatabase(path)
 costs.record(*(decision(f"{number}") for number in range(200)))
 assert costs.problem, "it could be written"
 assert costs.find(decision("7").key) == decision("7")
+assert costs.find(decision("before").key) == decision("before")
 print(costs.problem)
 """
 
@@ -408,7 +449,9 @@ def test_files_that_may_not_grow(path):
         [sys.executable, "-c", LIMITED, str(path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("measured choices stay in memory: ")
+    assert done.stdout.startswith(
+        "measured choices stay in memory: there is no room for the files beside it: "
+    )
     costs = CostDatabase(path)
     assert costs.decisions() == [decision("before")]
     costs.record(decision("after"))

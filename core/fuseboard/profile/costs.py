@@ -14,7 +14,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fuseboard.errors import CostsError
 from fuseboard.profile.costs_exchange import Imported, read_export, write_export
@@ -26,7 +26,6 @@ from fuseboard.profile.costs_rows import (
     ROW,
     UNLESS_SETTLED,
     CandidateCost,
-    Damaged,
     Decision,
     TuningRecord,
     decision_key,
@@ -86,8 +85,7 @@ class CostDatabase:
         """The decision under a key."""
         if (waiting := self._decisions.get(key)) is not None:
             return waiting[0]
-        rows = self._select(f"{ROW} WHERE key = ?", key)
-        return self._sound(*rows[0]) if rows else None
+        return next(iter(self._decisions_where("WHERE key = ?", key)), None)
 
     def record(self, *decisions: Decision, replace: bool = False) -> None:
         """Keep decisions, all of them in one transaction.
@@ -105,8 +103,7 @@ class CostDatabase:
     def nearest(self, level: str, parts: Mapping[str, str]) -> tuple[str, ...]:
         """In which parts the nearest decision on the same graph differs; () where there is none."""
         graph = parts.get("graph", "")
-        rows = self._select(f"{ROW} WHERE graph = ? AND level = ?", graph, level)
-        near = [found for row in rows if (found := self._sound(*row)) is not None]
+        near = self._decisions_where("WHERE graph = ? AND level = ?", graph, level)
         near += [
             decision
             for decision, _ in list(self._decisions.values())
@@ -116,8 +113,7 @@ class CostDatabase:
 
     def decisions(self) -> list[Decision]:
         """All of them, the newest first."""
-        rows = self._select(ROW)
-        found = {row[0]: decision for row in rows if (decision := self._sound(*row)) is not None}
+        found = {decision.key: decision for decision in self._decisions_where()}
         found.update((key, decision) for key, (decision, _) in list(self._decisions.items()))
         return sorted(found.values(), key=lambda decision: (-decision.created, decision.key))
 
@@ -148,14 +144,12 @@ class CostDatabase:
         """The bytes under a key."""
         if (waiting := self._records.get((namespace, key))) is not None:
             return waiting.value
-        rows = self._select(f"{RECORD_ROW} WHERE namespace = ? AND key = ?", namespace, key)
-        record = self._sound_record(*rows[0]) if rows else None
-        return None if record is None else record.value
+        found = self._records_where("WHERE namespace = ? AND key = ?", namespace, key)
+        return found[0].value if found else None
 
     def records(self, namespace: str | None = None) -> list[TuningRecord]:
         """Those of a namespace, or all, ordered by their keys."""
-        rows = self._select(RECORD_ROW)
-        found = {row[:2]: record for row in rows if (record := self._sound_record(*row))}
+        found = {(record.namespace, record.key): record for record in self._records_where()}
         found.update(list(self._records.items()))
         return [r for (name, _), r in sorted(found.items()) if namespace in (None, name)]
 
@@ -213,23 +207,30 @@ class CostDatabase:
     def _has_file(self) -> bool:
         return self.path is not None and os.path.exists(self.path)
 
-    def _select(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
-        """The rows, none where the file can't be read."""
+    def _decisions_where(self, condition: str = "", *values: str) -> list[Decision]:
+        return self._select(from_row, f"{ROW} {condition}", values)
+
+    def _records_where(self, condition: str = "", *values: str) -> list[TuningRecord]:
+        return self._select(record_from_row, f"{RECORD_ROW} {condition}", values)
+
+    def _select(self, made: Callable[..., T], statement: str, values: tuple[str, ...]) -> list[T]:
+        """What is made of the rows; nothing where the file can't be read."""
         if self._file is None or time.monotonic() < self._read_after:
             return []
 
-        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-            return connection.execute(statement, values).fetchall()
+        def select(connection: sqlite3.Connection) -> list[T]:
+            return [made(*row) for row in connection.execute(statement, values)]
 
+        nothing: list[T] = []
         try:
-            rows: list[tuple[Any, ...]] = self._file.read(select, [])
+            found = self._file.read(select, nothing)
         except Unusable as error:
             self._read_after = time.monotonic() + self._retry_s
             self._tell(str(error))
-            return []
+            return nothing
         if not self._decisions and not self._records:
             self._problem = ""
-        return rows
+        return found
 
     def _flush(self) -> None:
         """Write what waits, if the file allows it."""
@@ -250,6 +251,7 @@ class CostDatabase:
             self._tell(str(error))
             return
         self._problem = ""
+        self._read_after = 0.0  # it works again, and nothing is kept here that it has
         with guard:
             for key, waiting in decisions.items():
                 if self._decisions.get(key) is waiting:
@@ -271,29 +273,6 @@ class CostDatabase:
         if why not in self._told:
             self._told.add(why)
             log.warning("fuseboard: measured choices stay in memory: %s: %s", self.path, why)
-
-    def _sound(self, *row: Any) -> Decision | None:
-        """The decision in a row; a damaged row is as good as none, and goes."""
-        try:
-            return from_row(*row)
-        except Damaged as error:
-            self._drop("DELETE FROM decisions WHERE key = ?", row[:1], error)
-            return None
-
-    def _sound_record(self, *row: Any) -> TuningRecord | None:
-        try:
-            return record_from_row(*row)
-        except Damaged as error:
-            self._drop("DELETE FROM records WHERE namespace = ? AND key = ?", row[:2], error)
-            return None
-
-    def _drop(self, statement: str, values: tuple[Any, ...], why: Damaged) -> None:
-        log.warning("fuseboard: a row of %s is damaged and isn't used: %s", self.path, why)
-        if self._file is not None:
-            try:
-                self._file.write(lambda connection: connection.execute(statement, values))
-            except Unusable as error:
-                self._tell(str(error))
 
 
 # --- this process's -------------------------------------------------------------------------------

@@ -23,6 +23,14 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
+from fuseboard.profile.costs_rows import (
+    RECORD_ROW,
+    ROW,
+    Damaged,
+    from_row,
+    record_from_row,
+)
+
 log = logging.getLogger("fuseboard")
 
 T = TypeVar("T")
@@ -60,8 +68,15 @@ _BUSY_S = 0.1
 _ROUNDS = 3
 
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+#: SQLITE_ERROR: one of our statements doesn't fit the tables.
+_DAMAGED = {
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_NOTADB,
+}
 _UNWRITABLE = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
+_NO_ROOM = {sqlite3.SQLITE_IOERR_SHMOPEN, sqlite3.SQLITE_IOERR_SHMSIZE}
 #: Read a file that nobody writes, without locks.
 _FROZEN = "ro&immutable=1"
 _WHY = {
@@ -103,10 +118,10 @@ class CostFile:
             try:
                 return self._read_in("rw", work, default)
             except sqlite3.OperationalError as error:
-                # WAL needs two files beside the database. Without them, and where none can be made,
-                # what is in the file is all there is.
+                # WAL needs two files beside the database. Where they can't be made, without
+                # permission or on a full disk, and there is no log, the file is all there is.
                 wal = self.path.with_name(f"{self.path.name}-wal")
-                if _code(error) not in _UNWRITABLE or (wal.exists() and wal.stat().st_size):
+                if not _lacks_files(error) or (wal.exists() and wal.stat().st_size):
                     raise
                 return self._read_in(_FROZEN, work, default)
 
@@ -152,13 +167,13 @@ class CostFile:
             try:
                 with guard:
                     return attempt()
-            except Foreign as error:
+            except (Foreign, Damaged, UnicodeDecodeError) as error:
                 problem: Exception = error
             except sqlite3.Error as error:
                 if _code(error) in _LOCKED and time.monotonic() < end:
                     time.sleep(random.uniform(0.002, 0.03))
                     continue
-                if _code(error) not in _DAMAGED and not _no_such_table(error):
+                if _code(error) not in _DAMAGED:
                     raise Unusable(_why(error, self.wait_s)) from error
                 problem = error
             rounds += 1
@@ -205,10 +220,14 @@ class CostFile:
             return True
         try:
             with connected(self.path, "rw") as connection:
-                tables = {"decisions", "records"} if check(connection) else set()
+                if check(connection):
+                    for row in connection.execute(ROW):
+                        from_row(*row)
+                    for row in connection.execute(RECORD_ROW):
+                        record_from_row(*row)
                 verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
-                return verdict == "ok" and tables <= _tables(connection)
-        except Foreign:
+                return bool(verdict == "ok")
+        except (Foreign, Damaged, UnicodeDecodeError):
             return False
         except sqlite3.Error as error:
             return _code(error) not in _DAMAGED
@@ -223,6 +242,8 @@ def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     uri = f"file:{quote(str(path))}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)
     try:
+        # What isn't UTF-8 is damage, which checksums tell of.
+        connection.text_factory = lambda text: text.decode(errors="replace")
         # In WAL mode a killed process loses nothing by it, and a power cut whole transactions only.
         connection.execute("PRAGMA synchronous = NORMAL")
         yield connection
@@ -260,6 +281,8 @@ def check(connection: sqlite3.Connection) -> bool:
         if mark or version or _tables(connection):
             raise Foreign("it is no cost database")
         return False
+    if version < 1:
+        raise Foreign("it is a cost database without a version")
     if version > len(STEPS):
         raise Unusable(
             f"it has format {version}, of a newer fuseboard; this one knows {len(STEPS)}"
@@ -284,18 +307,25 @@ def _tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 where the error is Python's own."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+    """SQLite's primary result code."""
+    return _extended(error) & 0xFF
 
 
-def _no_such_table(error: sqlite3.Error) -> bool:
-    """Somebody took a table out of the file: it has no code of its own."""
-    return _code(error) == sqlite3.SQLITE_ERROR and "no such" in str(error)
+def _extended(error: sqlite3.Error) -> int:
+    """The code that says more; 0 where the error is Python's own."""
+    return getattr(error, "sqlite_errorcode", 0)
+
+
+def _lacks_files(error: sqlite3.Error) -> bool:
+    """Whether the files beside the database can't be made."""
+    return _code(error) in _UNWRITABLE or _extended(error) in _NO_ROOM
 
 
 def _why(error: sqlite3.Error, waited_s: float) -> str:
     if _code(error) in _LOCKED:
         return f"another process kept it locked for {waited_s:g} s"
+    if _extended(error) in _NO_ROOM:
+        return f"there is no room for the files beside it: {error}"
     return f"{_WHY.get(_code(error), 'it fails')}: {error}"
 
 

@@ -1,7 +1,7 @@
 """What the cost database holds: decisions with their candidates, and plugins' tuning records.
 
-A row is JSON with a checksum over its key and its text, so that damage that SQLite can't see is
-seen here. It holds names and numbers only: reading it never runs anything.
+A row has a checksum, so that damage that SQLite can't see is seen here. It holds names and numbers
+only: reading it never runs anything.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _is_number(value: Any) -> bool:
 
 # --- rows of the tables ---------------------------------------------------------------------------
 
-ROW = "SELECT key, body, checksum FROM decisions"
+ROW = "SELECT key, level, graph, settled, created, body, checksum FROM decisions"
 RECORD_ROW = "SELECT namespace, key, created, value, checksum FROM records"
 
 PUT = """
@@ -162,36 +162,40 @@ def row_of(decision: Decision) -> tuple[Any, ...]:
     return decision.key, decision.level, graph, settled, decision.created, body, checksum
 
 
-def from_row(key: str, body: Any, checksum: Any) -> Decision:
+def from_row(*row: Any) -> Decision:
     """The decision in a row that ``ROW`` selected.
 
     :raises Damaged: it isn't what was written.
     """
+    key, *_, body, checksum = row
     if not isinstance(body, str) or _checksum(body.encode(), key) != checksum:
-        raise Damaged("its checksum is another one")
+        raise Damaged("a decision has another checksum")
     try:
-        values = json.loads(body)
+        decision = decode(json.loads(body))
     except ValueError as error:
-        raise Damaged(f"it isn't JSON: {error}") from error
-    return decode(values)
+        raise Damaged(f"a decision isn't JSON: {error}") from error
+    if row_of(decision)[:-2] != row[:-2]:
+        raise Damaged("a decision differs from its columns")
+    return decision
 
 
 def record_row_of(record: TuningRecord) -> tuple[Any, ...]:
     """What ``PUT_RECORD`` puts."""
-    checksum = _checksum(record.value, record.namespace, record.key)
+    names = record.namespace, record.key, repr(record.created)
+    checksum = _checksum(record.value, *names)
     return record.namespace, record.key, record.created, record.value, checksum
 
 
-def record_from_row(
-    namespace: str, key: str, created: float, value: Any, checksum: Any
-) -> TuningRecord:
+def record_from_row(*row: Any) -> TuningRecord:
     """The record in a row that ``RECORD_ROW`` selected.
 
     :raises Damaged: it isn't what was written.
     """
-    if not isinstance(value, bytes) or _checksum(value, namespace, key) != checksum:
-        raise Damaged("its checksum is another one")
-    return TuningRecord(namespace, key, value, created)
+    namespace, key, created, value, checksum = row
+    record = TuningRecord(namespace, key, value, created)
+    if not isinstance(value, bytes) or record_row_of(record)[-1] != checksum:
+        raise Damaged("a record has another checksum")
+    return record
 
 
 def _checksum(content: bytes, *names: str) -> str:
