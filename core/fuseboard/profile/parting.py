@@ -6,6 +6,7 @@ judging what is live at the cut.
 
 from __future__ import annotations
 
+import operator
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from fuseboard.profile.values import judge
 
 Lower = Callable[[GraphModule, Sequence[Any]], Boxed]
 
-#: Prefixes that are compiled at most, and seconds after which no further one is begun.
+#: Graphs that are compiled at most, the whole region included, and seconds after which no further
+#: one is begun.
 MAX_TRIES, BUDGET_S = 16, 30.0
 
 
@@ -33,16 +35,17 @@ class Parting:
     :ivar node: its name in the graph.
     :ivar target: the op.
     :ivar source: the user's ``file:line``, if known.
-    :ivar verdict: what is wrong there.
-    :ivar last: whether the search ended at one op. Where tries or time ran out, or a prefix
-        couldn't be compiled, the op is the last of a stretch in which the values part.
+    :ivar verdict: what is wrong where the region ends with that op; its outputs are those of
+        :func:`prefix`.
+    :ivar within: how many ops it may be, that one and those before it: more than one where tries or
+        time ran out, or the backend couldn't compile a part.
     """
 
     node: str
     target: str
     source: str
     verdict: Verdict
-    last: bool = True
+    within: int = 1
 
 
 def first_parting(
@@ -52,66 +55,83 @@ def first_parting(
     tries: int = MAX_TRIES,
     budget_s: float = BUDGET_S,
 ) -> Parting | None:
-    """Find the first op whose output parts; None where the whole region is right.
+    """Find the first op whose output parts; None where the region's values are right.
 
-    A prefix is another graph than the region: a compiler fuses it in another way, and what was
-    wrong in the whole may be right in all of its prefixes.
+    A part is another graph than the region: a compiler fuses it in another way, so what was wrong
+    in the whole may be right in all of its parts. Then the last op is told.
 
-    :param graph: a region as captured; it isn't changed.
-    :param inputs: real ones.
-    :param lower: compiles a prefix; it is given a graph of its own and real inputs.
+    :param graph: a region as captured; it isn't changed. It must be ``replayable``.
+    :param inputs: real ones; they are copied for each try, as far as copies have their layout.
+    :param lower: compiles a part; it is given a graph of its own and real inputs. What it raises
+        for the whole region is passed on; a part that it can't compile ends the search.
     """
     end = time.monotonic() + budget_s
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
-    low, high = 0, len(nodes)  # the first `low` nodes are right, the first `high` are wrong
-    verdict = _try(graph, inputs, lower, len(nodes))
-    if verdict is None or verdict.ok:
+    steps = _steps(graph)
+    verdict = _verdict(graph, inputs, lower, len(steps))
+    if verdict.ok or not steps:
         return None
-    single = True
+    right, wrong = 0, len(steps)  # so many steps from the start are right, are wrong
     for _ in range(tries - 1):
-        if high - low <= 1 or time.monotonic() > end:
+        if wrong - right == 1 or time.monotonic() > end:
             break
-        middle = (low + high) // 2
-        found = _try(graph, inputs, lower, middle)
-        if found is None or found.ok:
-            low = middle
+        middle = (right + wrong) // 2
+        try:
+            found = _verdict(graph, inputs, lower, middle)
+        except Exception:  # the op is then one of several, which `within` says
+            break
+        if found.ok:
+            right = middle
         else:
-            high, verdict = middle, found
-    single = high - low <= 1
-    node = nodes[high - 1]
-    return Parting(node.name, str(node.target), source_line(node), verdict, single)
+            wrong, verdict = middle, found
+    node = steps[wrong - 1]
+    return Parting(node.name, str(node.target), source_line(node), verdict, wrong - right)
 
 
-def _try(graph: GraphModule, inputs: Sequence[Any], lower: Lower, count: int) -> Verdict | None:
-    part = prefix(graph, count)
-    reference = make_reference(part, inputs)
+def _verdict(graph: GraphModule, inputs: Sequence[Any], lower: Lower, count: int) -> Verdict:
+    reference = make_reference(prefix(graph, count), inputs)
     call = lower(prefix(graph, count), inputs)
     with torch.no_grad():
-        return judge(reference, call(list(inputs)))
+        return judge(reference, call([_copy(value) for value in inputs]))
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor, which may be overwritten; the tensor where a copy's layout is another."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = value.clone()
+    return copy if copy.layout != torch.strided or copy.stride() == value.stride() else value
+
+
+def _steps(graph: GraphModule) -> list[Node]:
+    """The nodes that compute; items of a tuple come with what makes it."""
+    return [
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
 
 
 def prefix(graph: GraphModule, count: int) -> GraphModule:
     """A graph of its own of the first ``count`` computing nodes.
 
-    Its outputs are the values that are needed after the cut, and the outputs that are ready.
+    Its outputs are the tensors among them that are read after the cut, or returned.
     """
+    inside = set(_steps(graph)[:count])
     kept: list[Node] = []
-    computing = 0
     for node in graph.graph.nodes:
-        if node.op == "output":
-            break
-        if node.op == "call_function":
-            if computing == count:
-                continue
-            computing += 1
-        kept.append(node)
-    inside = set(kept)
+        if node.op == "call_function" and node.target is operator.getitem:
+            if node.args[0] in inside:
+                inside.add(node)
+        elif node.op in ("placeholder", "get_attr"):
+            inside.add(node)
+        if node in inside:
+            kept.append(node)
     live = [
         node
         for node in kept
         if node.op == "call_function"
-        and (not node.users or any(user not in inside for user in node.users))
         and isinstance(node.meta.get("val"), torch.Tensor)
+        and any(user not in inside for user in node.users)
     ]
     new = Graph()
     mapping: dict[Node, Node] = {}
@@ -122,9 +142,15 @@ def prefix(graph: GraphModule, count: int) -> GraphModule:
 
 
 def source_line(node: Node) -> str:
-    """The user's ``file:line`` in a node's stack trace, else ""."""
+    """The user's ``file:line`` in a node's stack trace, else its module, else ""."""
     trace = node.meta.get("stack_trace") or ""
     places: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', trace)
     home = torch.__path__[0]
     own = [place for place in places if not place[0].startswith(home)] or places
-    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+    if own:
+        return f"{own[-1][0]}:{own[-1][1]}"
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    path, kind = list(stack.values())[-1]
+    return f"module {path} ({getattr(kind, '__name__', kind)})"

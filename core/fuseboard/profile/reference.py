@@ -151,10 +151,13 @@ class _Disturbed:
         rounded: set[Node],
     ) -> None:
         self._arguments = (graph, inputs, rounded, DISTURBED_RUNS)
+        self._versions = _versions(inputs)
         self._precise = precise
         self._spreads: tuple[Spread, ...] | None = None
 
     def __call__(self) -> tuple[Spread, ...]:
+        if self._spreads is None and _versions(self._arguments[1]) != self._versions:
+            self._spreads = ()  # the inputs were written to meanwhile
         if self._spreads is None:
             try:
                 self._spreads = self._measured()
@@ -170,6 +173,12 @@ class _Disturbed:
                 new = [spread_of(own, exact, relative=True) for own, exact in pairs]
                 found = [one.joined(other) for one, other in zip(found, new, strict=True)]
         return tuple(found)
+
+
+def _versions(inputs: Sequence[Any]) -> list[int]:
+    """How often each tensor was written to; those of inference mode don't count that."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @contextlib.contextmanager
