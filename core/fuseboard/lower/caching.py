@@ -49,9 +49,10 @@ class Deferred(Exception):
     """A region that has to be compiled, and was told to wait.
 
     :ivar token: what the result is to be found under; equal for regions with equal code.
+    :ivar request: for a child process; None where only this process can compile it.
     """
 
-    def __init__(self, token: Token, request: Request) -> None:
+    def __init__(self, token: Token, request: Request | None) -> None:
         super().__init__(f"{token} waits to be compiled")
         self.token = token
         self.request = request
@@ -104,8 +105,8 @@ class Cache:
         result = None
         if token in self._ready:
             result = _answered(self._ready[token])
-        elif self._defers and loads and not info.bakes_constants:
-            raise Deferred(token, make_request(task.copied(), task.inputs, self._session))
+        elif self._defers:
+            raise Deferred(token, self._request(task) if loads else None)
         elif isolates:
             result = self._try_in_child(task, place)
         if result is not None and result.declined:
@@ -139,6 +140,12 @@ class Cache:
             "fuseboard_lower", task.region.backend, region=task.region, inputs=task.inputs
         )
         return answer
+
+    def _request(self, task: Task) -> Request | None:
+        try:
+            return make_request(task.copied(), task.inputs, self._session)
+        except LoweringError:  # it has things in it that mean nothing to another process
+            return None
 
     def _key(self, task: Task, info: BackendInfo) -> Key:
         baked: list[str] | None = []

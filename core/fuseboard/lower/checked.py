@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,14 @@ from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import ContractError, PluginError, WrongValues
 from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import decide, trip
+from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.profile.parting import first_parting
 from fuseboard.profile.reference import Reference, make_reference, replayable
 from fuseboard.profile.verify import verify
 from fuseboard.report.data import GraphReport
+
+#: Seconds after which the search for the first wrong op compiles no further part.
+PARTING_S = 10.0
 
 
 @dataclass
@@ -42,6 +46,7 @@ class CheckedRegion:
     :param region: as it was cut; its graph is what the values are held against.
     :param code: what isomorphic regions share.
     :param expected: fake values of its outputs.
+    :param lower_part: compiles a part of the region as the region was compiled.
     :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
     """
 
@@ -55,6 +60,7 @@ class CheckedRegion:
         report: GraphReport,
         proofs: Proofs,
         key: Any = None,
+        lower_part: Callable[[GraphModule], Boxed] | None = None,
     ) -> None:
         self._region = region
         self._call = call
@@ -64,6 +70,7 @@ class CheckedRegion:
         self._proofs = proofs
         self._expected = expected
         self._key = key
+        self._lower_part = lower_part
 
     def __call__(self, args: list[Any], values: Sequence[Any] | None = None) -> Sequence[Any]:
         """
@@ -73,7 +80,8 @@ class CheckedRegion:
         :raises ContractError: it keeps another promise not.
         """
         inputs = list(args)
-        reference = self._reference(inputs if values is None else values)
+        own = inputs if values is None else values
+        reference = self._reference(own)
         before = [_copy(value) for value in inputs] if self._proofs.inputs_too else None
         try:
             result = self._call(args)
@@ -83,7 +91,8 @@ class CheckedRegion:
             raise self._broken(f"the lowered region wrote to its inputs {written}")
         verdict = self._verdict(result, inputs, reference)
         if not verdict.ok:
-            raise self._broken(verdict.problem, verdict.by_value)
+            where = self._where(own) if verdict.by_value else ""
+            raise self._broken(verdict.problem + where, verdict.by_value)
         if reference is not None and not self._proofs.inputs_too:
             self._proofs.passed[id(self._code)] = self._code
         return result
@@ -117,6 +126,24 @@ class CheckedRegion:
             except Exception as error:  # an op may raise anything, in float64 alone or in eager too
                 boxed_function(graph, f"{self._region.name}.eager")(list(inputs))
                 return f"{type(error).__name__}: {error}"
+
+    def _where(self, inputs: Sequence[Any]) -> str:
+        """The first op whose values are wrong, as a further sentence; "" where it can't be told."""
+        lower = self._lower_part
+        if lower is None:
+            return ""
+        try:
+            with torch_internals.real_tensors():
+                parting = first_parting(
+                    self._region.graph, inputs, lambda graph, _: lower(graph), budget_s=PARTING_S
+                )
+        except Exception as error:  # the backend may do anything with a part
+            return f". Where it parts from the right values isn't known: {describe(error)}"
+        if parting is None:
+            return ". Compiled once more, it was right"
+        among = "" if parting.within == 1 else f" or one of the {parting.within - 1} ops before it"
+        source = f" ({parting.source})" if parting.source else ""
+        return f". The first op whose values are wrong: {parting.target}{source}{among}"
 
     def _note(self, text: str) -> None:
         if text not in self._report.notes:

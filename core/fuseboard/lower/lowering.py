@@ -6,8 +6,9 @@ import dataclasses
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
@@ -42,6 +43,7 @@ class Lowered:
     :ivar code: what the backend made, without what was wrapped around it; isomorphic regions
         share it.
     :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
+    :ivar lower_part: compiles a part of the region's graph in the same way.
     """
 
     region: Region
@@ -51,6 +53,7 @@ class Lowered:
     prepare: Boxed | None = None
     uses: tuple[int, ...] = ()
     values: int = 0
+    lower_part: Callable[[GraphModule], Boxed] | None = None
 
 
 @dataclass(frozen=True)
@@ -268,11 +271,25 @@ class Lowering:
         report.notes.extend(answer.notes)
         self._bare[region.signature] = answer, shown
         call = wrap_region(answer, shown, region, session, self.report, report).call
+        lowered = Lowered(
+            region,
+            call,
+            answer.call,
+            prepared.keeps,
+            values=prepared.values,
+            lower_part=partial(_lower_part, self._for_parts(), region),
+        )
         if prepared.prepare is None:
-            return Lowered(region, call, answer.call, prepared.keeps)
+            return lowered
         prepare = boxed_function(prepared.prepare, f"{region.name}.prepare")
-        values = prepared.values
-        return Lowered(region, call, answer.call, prepared.keeps, prepare, prepared.uses, values)
+        return dataclasses.replace(lowered, prepare=prepare, uses=prepared.uses)
+
+    def _for_parts(self) -> Lowering:
+        """The same, holding on to no weights and telling nobody."""
+        aside = GraphReport(self.report.name, self.report.kind)
+        return dataclasses.replace(
+            self, report=aside, real={}, ready={}, strict=True, defers=False, hoisting=False
+        )
 
     def _prepare(self, region: Region) -> _Prepared:
         """Decompose, fuse and hoist, on a copy of the region's graph."""
@@ -314,6 +331,21 @@ class Lowering:
             limit_s = self.session.settings.hook_limit_s
             done = apply_fusions(graph, fusions, region.backend, self.counter, limit_s)
         return graph, {node.name for node in graph.graph.nodes} - before, done
+
+
+def _lower_part(lowering: Lowering, region: Region, graph: GraphModule) -> Boxed:
+    """A part of a region, compiled as the region was."""
+    name = f"{region.name}.part"
+    further = (region.kind, (), region.random, False)
+    own = dataclasses.replace(
+        region,
+        name=name,
+        graph=graph,
+        signature=signature(graph, region.backend, further),
+        static_inputs=(),
+        whole=False,
+    )
+    return lowering._lower_on(own, RegionReport(name, region.backend, {}), None).call
 
 
 def source_line(node: Node) -> str:

@@ -293,7 +293,15 @@ class Program:
             given_to_all = all(node.op == "placeholder" for node in site.cut.inputs)
             key = (*site.cut.inputs, None, *site.cut.outputs) if given_to_all else None
             call = CheckedRegion(
-                region, call, lowered.code, expected, board.session, board.report, proofs, key
+                region,
+                call,
+                lowered.code,
+                expected,
+                board.session,
+                board.report,
+                proofs,
+                key,
+                lowered.lower_part,
             )
             given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"
         for node in site.cut.outputs:

@@ -37,7 +37,8 @@ class Runner:
     :param graph: the graph as it was cut, without changes by any backend.
     :param captured: the graph as AOTAutograd gave it; runs in eager after a failure.
     :param visible: how many leading outputs the caller sees.
-    :ivar program: what ``function`` was generated from.
+    :ivar program: what ``usual`` was generated from.
+    :ivar usual: what a call executes unless it is interrupted.
     """
 
     function: Boxed
@@ -63,8 +64,8 @@ class Runner:
         self._may_share = shared_outputs(results)
         self._every = session.settings.verify_every
         self._instead: Boxed | None = None
-        self._usual: Boxed = self.eager()
-        self.function = self._usual
+        self.usual: Boxed = self.eager()
+        self.function = self.usual
 
     def boxed(self) -> Boxed:
         """What AOTAutograd calls: looks up the current function, nothing more."""
@@ -92,10 +93,10 @@ class Runner:
         """Let calls go to ``call`` instead, until it is taken back with None."""
         with self.lock:
             self._instead = call
-            self._run(self._usual)
+            self._run(self.usual)
 
     def _run(self, function: Boxed) -> None:
-        self._usual = function
+        self.usual = function
         self.function = self._instead or function
 
     def _go_on(self) -> None:

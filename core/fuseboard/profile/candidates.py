@@ -20,6 +20,7 @@ class Candidate:
     :ivar lowering: strict; its report is this candidate's own.
     :ivar told: its row in the graph's report.
     :ivar waiting: what is to be compiled before it can be lowered.
+    :ivar postponed: it is to be lowered in this process, by a later call.
     :ivar program: None until it is lowered, and again once it has lost.
     :ivar proven: its outputs were right, in this process or an earlier one.
     """
@@ -29,6 +30,7 @@ class Candidate:
     told: CandidateReport
     waiting: set[Token] = field(default_factory=set)
     ready: dict[Token, Result] = field(default_factory=dict)
+    postponed: bool = False
     program: Program | None = None
     proven: bool = False
 
@@ -60,11 +62,16 @@ class Candidate:
             try:
                 sites.append(Site(cut, self.lowering.lower(cut, name, len(self.cuts) == 1)))
             except Deferred as later:
-                if later.token not in self.waiting:
+                if later.request is None:
+                    self.postponed = True
+                elif later.token not in self.waiting:
                     self.waiting.add(later.token)
                     deferred.append(later)
-        if not self.waiting:
-            self.program = Program(board, sites)
+        if self.postponed and defers:
+            self.waiting.clear()
+            deferred.clear()
+        elif not self.waiting:
+            self.program, self.postponed = Program(board, sites), False
         self.told.compile_s = (self.told.compile_s or 0.0) + time.perf_counter() - start
         return deferred
 
@@ -72,5 +79,6 @@ class Candidate:
         """Let go of what was lowered."""
         self.told.state, self.told.problem = state, problem
         self.program = None
+        self.postponed = False
         self.ready.clear()
         self.waiting.clear()

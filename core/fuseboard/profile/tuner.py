@@ -82,7 +82,7 @@ class Tuner:
 
     @property
     def settled(self) -> bool:
-        return not self._due and not self.waiting
+        return not (self._due or self.waiting or any(c.postponed for c in self._candidates))
 
     # --- in the backend's call ------------------------------------------------------------------
 
@@ -141,10 +141,11 @@ class Tuner:
         except Exception as error:  # a plugin may raise anything; the policy decides
             self._failed(candidate, "lower", error)
             return False
-        if candidate.waiting:
+        if candidate.waiting or candidate.postponed:
             candidate.told.state = "waiting"
+        settings = self._session.settings
         for later in deferred:
-            settings = self._session.settings
+            assert later.request is not None  # those without one are postponed
             background.worker.submit(
                 background.Job(
                     later.token,
@@ -179,10 +180,11 @@ class Tuner:
                 self._compare(inputs)
                 if self._chosen is None:
                     return self._runner.eager()(inputs)  # the user's own error, most likely
+                self._postponed_is_due()
                 self._kept.keep(inputs, self._static, self._limit_bytes())
             if self.settled:
                 self._kept.clear()
-        return self._runner.function(inputs)
+        return self._runner.usual(inputs)
 
     def settle(self) -> bool:
         """Compare what is due on the inputs that were kept; False where there are none."""
@@ -193,12 +195,20 @@ class Tuner:
             if self._due:
                 self._runner.interrupt(None)
                 self._compare(inputs)
+                self._postponed_is_due()
             if self.settled:
                 self._kept.clear()
         return True
 
+    def _postponed_is_due(self) -> None:
+        """Let the next call lower and compare what only this process can compile."""
+        postponed = [candidate for candidate in self._candidates if candidate.postponed]
+        if postponed and not self._due:
+            self._due = postponed
+            self._runner.interrupt(self._call)
+
     def _limit_bytes(self) -> int:
-        return self._session.settings.keep_mb * 2**20 if self.waiting else 0
+        return 0 if self.settled else self._session.settings.keep_mb * 2**20
 
     def _compare(self, inputs: list[Any]) -> None:
         """Verify what is due, time it beside the winner so far, and install the winner."""

@@ -1,0 +1,417 @@
+"""The policy ``measured``: what is right is timed, the fastest runs, and later processes know."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import fuseboard
+from fuseboard.contracts import Measurement
+from fuseboard.profile.choose import choose
+from tests.support.backends import all_trips, compiled, last_graph, ledger, observing, plugged
+
+QUICK = {"compiles_quickly": True}
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch, tmp_path):
+    """Each test with a cost database of its own."""
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    ledger.clear()
+
+
+def slept(seconds: float):
+    """A fake's callable that takes this much longer than eager does."""
+
+    def call(eager_call, region):
+        def run(args):
+            time.sleep(seconds)
+            return eager_call(args)
+
+        return run
+
+    return call
+
+
+def wrong(eager_call, region):
+    """One element of the first output is off."""
+
+    def run(args):
+        results = list(eager_call(args))
+        results[0] = results[0].clone()
+        results[0].view(-1)[3] += 0.01
+        return results
+
+    return run
+
+
+def states() -> dict[str, str]:
+    return {told.name: told.state for told in last_graph().candidates}
+
+
+def timed_as(**latencies_us: float):
+    """A measuring hook by which candidates take so long, in their order."""
+    return observing(
+        "stopwatch",
+        measure=lambda calls: [
+            Measurement(us, us, us, 1) for us, _ in zip(latencies_us.values(), calls, strict=True)
+        ],
+    )
+
+
+def f(x):
+    return (x.exp() + 1).sum(-1)
+
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+# --- which one wins -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("latencies", "winner"),
+    [([10.0], 0), ([10.0, 9.9], 0), ([10.0, 9.0], 1), ([10.0, 9.0, 8.9], 1), ([9.0, 10.0], 0)],
+)
+def test_a_later_candidate_has_to_win_by_the_margin(latencies, winner):
+    assert choose([Measurement(us, us, us, 5) for us in latencies], margin=0.03) == winner
+
+
+def test_the_faster_of_two_backends_runs():
+    with plugged("brisk", info=QUICK), plugged("slow", call=slept(0.02), info=QUICK):
+        fn = compiled(f, "slow", "brisk", measure_s=0.2)
+        with torch.no_grad():
+            torch.testing.assert_close(fn(X), f(X))
+            torch.testing.assert_close(fn(X), f(X))
+    assert states() == {"slow": "slower", "brisk": "chosen"}
+    graph = last_graph()
+    assert graph.settled
+    assert [region.backend for region in graph.regions] == ["brisk"]
+    assert {node.backend for node in graph.nodes} == {"brisk"}
+    slow, brisk = graph.candidates
+    assert slow.latency_us > 20_000 > brisk.latency_us
+
+
+def test_eager_is_a_candidate_where_it_is_named():
+    with plugged("slow", call=slept(0.02), info=QUICK):
+        fn = compiled(f, "slow", "eager", measure_s=0.1)
+        with torch.no_grad():
+            fn(X)
+    assert states() == {"eager": "chosen", "slow": "slower"}
+
+
+def test_a_backend_named_alone_runs_and_is_not_timed():
+    with plugged("slow", call=slept(0.02), info=QUICK):
+        fn = compiled(f, "slow")
+        with torch.no_grad():
+            torch.testing.assert_close(fn(X), f(X))
+    graph = last_graph()
+    assert graph.candidates == []
+    assert [region.backend for region in graph.regions] == ["slow"]
+
+
+def test_what_measures_decides():
+    """The hook's answer is what counts."""
+    with timed_as(a=30.0, b=20.0), plugged("a", info=QUICK), plugged("b", info=QUICK):
+        fn = compiled(f, "a", "b")
+        with torch.no_grad():
+            fn(X)
+    assert states() == {"a": "slower", "b": "chosen"}
+
+
+def test_forward_and_backward_are_chosen_apart():
+    x = X.clone().requires_grad_()
+    with plugged("slow", call=slept(0.02), info=QUICK), plugged("brisk", info=QUICK):
+        fn = compiled(lambda x: x.exp().sin().sum(), "slow", "brisk", measure_s=0.1)
+        fn(x).backward()
+        got, x.grad = x.grad, None
+        x.exp().sin().sum().backward()
+        torch.testing.assert_close(got, x.grad)
+    for kind in ("forward", "backward"):
+        assert [r.backend for r in last_graph(kind).regions] == ["brisk"]
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def test_a_wrong_candidate_is_out_however_fast(caplog):
+    caplog.set_level(logging.WARNING, "fuseboard")
+    with plugged("wrong", call=wrong, info=QUICK), plugged("slow", call=slept(0.01), info=QUICK):
+        fn = compiled(lambda x: x.exp() + 1, "wrong", "slow", measure_s=0.1)
+        with torch.no_grad():
+            torch.testing.assert_close(fn(X), X.exp() + 1)
+            torch.testing.assert_close(fn(X), X.exp() + 1)
+    assert states() == {"wrong": "failed", "slow": "chosen"}
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == ("wrong", "profile", "the other candidates")
+    assert "output 0" in trip.error
+    assert "aten.exp.default" in trip.error  # the first op whose output is wrong
+    assert len(caplog.records) == 1
+
+
+def test_a_wrong_backend_alone_is_replaced_by_eager():
+    with plugged("wrong", call=wrong, info=QUICK):
+        fn = compiled(lambda x: x.exp() + 1, "wrong")
+        with torch.no_grad():
+            torch.testing.assert_close(fn(X), X.exp() + 1)
+            torch.testing.assert_close(fn(X), X.exp() + 1)
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == ("wrong", "profile", "eager")
+
+
+def test_all_candidates_wrong_leaves_eager():
+    with plugged("wrong", call=wrong, info=QUICK), plugged("worse", call=wrong, info=QUICK):
+        fn = compiled(lambda x: x.exp() + 1, "wrong", "worse")
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(fn(X), X.exp() + 1)
+    assert states() == {"wrong": "failed", "worse": "failed"}
+
+
+def test_raising_is_the_policy():
+    with plugged("wrong", call=wrong, info=QUICK), plugged("good", info=QUICK):
+        fn = compiled(lambda x: x.exp() + 1, "wrong", "good", on_failure="raise")
+        with torch.no_grad(), pytest.raises(fuseboard.RegionError, match="'wrong'.*output 0"):
+            fn(X)
+
+
+def test_one_element_in_ten_thousand_is_caught():
+    """Off by 100 times eager's own largest error."""
+    x = torch.rand(100, 100, generator=torch.Generator().manual_seed(1)) + 1
+    error = (x.sin().double() - x.double().sin()).abs().max().item()
+
+    def call(eager_call, region):
+        def run(args):
+            (result,) = eager_call(args)
+            result = result.clone()
+            result[47, 11] += 100 * error
+            return (result,)
+
+        return run
+
+    with plugged("off", call=call, info=QUICK):
+        fn = compiled(torch.sin, "off")
+        with torch.no_grad():
+            torch.testing.assert_close(fn(x), x.sin(), rtol=0, atol=0)
+    (trip,) = all_trips()
+    assert "[47, 11]" in trip.error or "(47, 11)" in trip.error
+
+
+def test_the_users_own_error_blames_nobody():
+    def gather(x, index):
+        return x[index] * 2
+
+    with plugged("a", info=QUICK), plugged("b", info=QUICK):
+        fn = compiled(gather, "a", "b", measure_s=0.05)
+        with torch.no_grad():
+            with pytest.raises(IndexError, match="out of"):
+                fn(X, torch.tensor([9]))
+            index = torch.tensor([1, 3, 2])
+            torch.testing.assert_close(fn(X, index[:1]), X[index[:1]] * 2)
+    assert all_trips() == []
+    assert set(states().values()) == {"chosen", "slower"}
+
+
+# --- random numbers, writes, effects --------------------------------------------------------------
+
+
+def test_random_numbers_are_drawn_once():
+    """However many candidates were run: the seed's numbers are eager's, then and after."""
+
+    def g(x):
+        return x + torch.rand_like(x)
+
+    with plugged("a", info=QUICK), plugged("b", info=QUICK):
+        fn = compiled(g, "a", "b", measure_s=0.05)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            got = [fn(X), fn(X)]
+        torch.manual_seed(3)
+        torch.testing.assert_close(got, [g(X), g(X)], rtol=0, atol=0)
+    assert set(states().values()) == {"chosen", "slower"}
+
+
+def test_inputs_are_written_once():
+    def g(x):
+        return x.mul_(2) + 1
+
+    with plugged("a", info=QUICK), plugged("b", info=QUICK):
+        fn = compiled(g, "a", "b", measure_s=0.05)
+        x = X.clone()
+        with torch.no_grad():
+            torch.testing.assert_close(fn(x), X * 2 + 1)
+    torch.testing.assert_close(x, X * 2)
+
+
+# --- what takes long ------------------------------------------------------------------------------
+
+
+def test_what_only_this_process_can_compile_waits_for_a_later_call():
+    lowered = []
+
+    def call(eager_call, region):
+        lowered.append(region.backend)
+        return eager_call
+
+    with plugged("quick", call=slept(0.02), info=QUICK), plugged("long", call=call):
+        fn = compiled(f, "quick", "long", measure_s=0.1)
+        with torch.no_grad():
+            fn(X)
+            assert states() == {"quick": "chosen", "long": "waiting"}
+            assert lowered == []
+            assert not last_graph().settled
+            torch.testing.assert_close(fn(X), f(X))
+    assert states() == {"quick": "slower", "long": "chosen"}
+    assert last_graph().settled
+
+
+def test_waiting_settles_without_a_call():
+    with plugged("quick", call=slept(0.02), info=QUICK), plugged("long"):
+        fn = compiled(f, "quick", "long", measure_s=0.1)
+        with torch.no_grad():
+            fn(X)
+            assert fuseboard.wait(progress=False)
+            assert states() == {"quick": "slower", "long": "chosen"}
+            torch.testing.assert_close(fn(X), f(X))
+
+
+def test_inputs_beyond_the_limit_are_not_kept():
+    with plugged("quick", info=QUICK), plugged("long"):
+        fn = compiled(f, "quick", "long", measure_s=0.05, keep_mb=0)
+        with torch.no_grad():
+            fn(X)
+            assert not fuseboard.wait(progress=False)
+            fn(X)
+            assert fuseboard.wait(progress=False)
+
+
+def test_everything_may_be_tried_before_the_first_answer():
+    with plugged("quick", call=slept(0.02), info=QUICK), plugged("long"):
+        fn = compiled(f, "quick", "long", measure_s=0.1, settle="first_call")
+        with torch.no_grad():
+            fn(X)
+    assert states() == {"quick": "slower", "long": "chosen"}
+
+
+def test_dynamic_graphs_are_settled_in_their_first_call():
+    with plugged("quick", call=slept(0.02), info=QUICK), plugged("long"):
+        fn = compiled(f, "quick", "long", measure_s=0.1, dynamic=True)
+        with torch.no_grad():
+            fn(X)
+            assert states() == {"quick": "slower", "long": "chosen"}
+            torch.testing.assert_close(fn(X[:2]), f(X[:2]))
+
+
+def test_losers_and_kept_inputs_are_let_go():
+    alive = []
+
+    def call(eager_call, region):
+        def run(args):
+            return eager_call(args)
+
+        alive.append(weakref.ref(run))
+        return run
+
+    with plugged("slow", call=slept(0.02), info=QUICK), plugged("brisk", info=QUICK):
+        fn = compiled(f, "slow", "brisk", measure_s=0.1)
+        x = X.clone()
+        with torch.no_grad():
+            fn(x)
+        gone = weakref.ref(x)
+        del x
+        gc.collect()
+        assert gone() is None
+
+
+# --- another process, other threads ---------------------------------------------------------------
+
+
+def again(fn_of):
+    """The graphs of a fresh compile of the same function."""
+    torch._dynamo.reset()
+    ledger.clear()
+    return fn_of()
+
+
+def test_a_decision_is_taken_over_without_measuring():
+    measured = []
+
+    def measure(calls):
+        measured.append(len(calls))
+        return [Measurement(us, us, us, 1) for us in (30.0, 20.0)]
+
+    with (
+        observing("stopwatch", measure=measure),
+        plugged("a", info=QUICK),
+        plugged("b", info=QUICK),
+    ):
+        for _ in range(2):
+            fn = again(lambda: compiled(f, "a", "b"))
+            with torch.no_grad():
+                torch.testing.assert_close(fn(X), f(X))
+            assert states() == {"a": "slower", "b": "chosen"}
+    assert measured == [2]
+    assert last_graph().decided == "taken from the cost database"
+    assert last_graph().candidates[0].latency_us == 30.0
+
+
+def test_another_shape_is_another_decision():
+    with plugged("a", info=QUICK), plugged("b", info=QUICK):
+        with torch.no_grad():
+            compiled(f, "a", "b", measure_s=0.05)(X)
+            again(lambda: compiled(f, "a", "b", measure_s=0.05))(X[:2])
+    assert last_graph().decided == "measured in a call"
+
+
+def test_threads_meet_one_choice():
+    with plugged("slow", call=slept(0.01), info=QUICK), plugged("brisk", info=QUICK):
+        fn = compiled(f, "slow", "brisk", measure_s=0.1)
+        with torch.no_grad():
+            fn(X[:3])  # so that Dynamo's own work is done for one shape
+        results, errors = [], []
+
+        def run():
+            try:
+                with torch.no_grad():
+                    results.append(fn(X[:3]))
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    for result in results:
+        torch.testing.assert_close(result, f(X[:3]))
+
+
+def test_an_interrupt_leaves_something_to_run():
+    """Ctrl-C while candidates are timed: the one that was verified first runs."""
+    interrupts = iter([True])
+
+    def measure(calls):
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        return [Measurement(1.0, 1.0, 1.0, 1) for _ in calls]
+
+    with (
+        observing("stopwatch", measure=measure),
+        plugged("a", info=QUICK),
+        plugged("b", info=QUICK),
+    ):
+        fn = compiled(f, "a", "b")
+        with torch.no_grad():
+            with pytest.raises(KeyboardInterrupt):
+                fn(X)
+            torch.testing.assert_close(fn(X), f(X))
+    assert states()["a"] == "chosen"
+    assert [region.backend for region in last_graph().regions] == ["a"]
