@@ -24,7 +24,7 @@ import fuseboard
 from fuseboard.config import resolve
 from fuseboard.errors import CostsError
 from fuseboard.profile import costs_file
-from fuseboard.profile.costs import CostDatabase, database, decision_key
+from fuseboard.profile.costs import CandidateCost, CostDatabase, database, decision_key
 from tests.support.costs import decision
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +129,35 @@ def test_they_are_listed_newest_first_and_forgotten_by_key(costs):
     assert costs.forget([]) == 0
 
 
+def test_numbers_that_arent_finite_are_none(costs, path):
+    """A measurement that failed may be told as infinite or NaN."""
+    odd = CandidateCost("inductor", float("inf"), float("nan"), None, compile_s=1.0)
+    costs.record(dataclasses.replace(decision(), candidates=(odd,)))
+    (found,) = CostDatabase(path).find(decision().key).candidates
+    assert found == CandidateCost("inductor", None, None, None, compile_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key": "another"},
+        {"winner": None},
+        {"created": float("nan")},
+        {"settled": 1},
+        {"title": "\ud800"},
+        {"parts": {"graph": "g", "threads": 2}},
+        {"candidates": (CandidateCost("inductor", latency_us="10"),)},
+        {"candidates": (CandidateCost("inductor", peak_bytes=object()),)},
+    ],
+)
+def test_what_could_not_be_read_back_is_not_recorded(costs, changes):
+    """It is the caller's mistake, and does no harm to later decisions."""
+    with pytest.raises(ValueError, match="can't be kept"):
+        costs.record(decision("a"), dataclasses.replace(decision("b"), **changes))
+    costs.record(decision("c"))
+    assert costs.decisions() == [decision("c")]
+
+
 # --- records --------------------------------------------------------------------------------------
 
 
@@ -145,6 +174,18 @@ def test_records_are_bytes_in_namespaces(costs, path):
     assert [r.value for r in other.records("tvm")] == [b"\x00\xff again"]
     assert other.forget_records("tvm") == 1
     assert CostDatabase(path).records("tvm") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("\ud800", b""), (7, b""), ("k", "text"), ("k", bytes(64 * 2**20 + 1))]
+)
+def test_what_is_no_record_is_refused(costs, key, value):
+    """Text where bytes belong, too many of them, a key that is no text."""
+    with pytest.raises(ValueError, match="record"):
+        costs.put_record("tvm", key, value)
+    costs.put_record("tvm", "fine", b"value")
+    assert costs.records() == CostDatabase(costs.path).records()
+    assert [record.key for record in costs.records()] == ["fine"]
 
 
 # --- which database -------------------------------------------------------------------------------
@@ -759,6 +800,7 @@ def test_changed_entries_are_left_out(costs, tmp_path):
     """An entry whose key isn't that of its parts, or with a value of another type, is counted."""
     costs.record(*map(decision, "abcde"))
     costs.put_record("tvm", "k", b"value")
+    costs.put_record("tvm", "l", b"value")
     costs.export(tmp_path / "shared.json")
     content = json.loads((tmp_path / "shared.json").read_text())
     entries = content["decisions"]
@@ -767,9 +809,11 @@ def test_changed_entries_are_left_out(costs, tmp_path):
     entries[2]["further"] = 1
     entries[3]["created"] = float("inf")
     content["records"][0]["value"] = "no base64!"
+    for field, wrong in (("created", "nan"), ("key", "\ud800"), ("namespace", 7)):
+        content["records"].append({**content["records"][1], field: wrong})
     (tmp_path / "shared.json").write_text(json.dumps(content))
     told = CostDatabase(tmp_path / "other.sqlite3").import_(tmp_path / "shared.json")
-    assert dataclasses.astuple(told) == (1, 0, 0, 5)
+    assert dataclasses.astuple(told) == (2, 0, 0, 8)
 
 
 def test_an_export_that_cant_be_written(costs, tmp_path):

@@ -28,6 +28,8 @@ from fuseboard.profile.costs_rows import (
     CandidateCost,
     Decision,
     TuningRecord,
+    checked,
+    checked_record,
     decision_key,
     differing,
     from_row,
@@ -91,9 +93,11 @@ class CostDatabase:
         """Keep decisions, all of them in one transaction.
 
         :param replace: also where a settled decision is there and this one isn't settled.
+        :raises ValueError: a field has a wrong type, or the key isn't that of the parts.
         """
+        kept = list(map(checked, decisions))
         with guard:
-            for decision in decisions:
+            for decision in kept:
                 before = self._decisions.get(decision.key)
                 if replace or before is None or decision.settled >= before[0].settled:
                     force = replace or (before is not None and before[1])
@@ -134,8 +138,11 @@ class CostDatabase:
     # --- tuning records -------------------------------------------------------------------------
 
     def put_record(self, namespace: str, key: str, value: bytes) -> None:
-        """Keep bytes of a plugin's; an equal key is replaced."""
-        record = TuningRecord(namespace, key, bytes(value), time.time())
+        """Keep bytes of a plugin's; an equal key is replaced.
+
+        :raises ValueError: they are too many, or no bytes.
+        """
+        record = checked_record(TuningRecord(namespace, key, value, time.time()))
         with guard:
             self._records[namespace, key] = record
         self._flush()
@@ -149,7 +156,9 @@ class CostDatabase:
 
     def records(self, namespace: str | None = None) -> list[TuningRecord]:
         """Those of a namespace, or all, ordered by their keys."""
-        found = {(record.namespace, record.key): record for record in self._records_where()}
+        own = () if namespace is None else (namespace,)
+        rows = self._records_where("WHERE namespace = ?" if own else "", *own)
+        found = {(record.namespace, record.key): record for record in rows}
         found.update(list(self._records.items()))
         return [r for (name, _), r in sorted(found.items()) if namespace in (None, name)]
 

@@ -25,6 +25,7 @@ from fuseboard.profile.costs_rows import (
     Damaged,
     Decision,
     TuningRecord,
+    checked_record,
     decode,
     encode,
     from_row,
@@ -208,10 +209,8 @@ def _read_json(path: Path) -> Content:
 
 def _record(values: Any) -> TuningRecord:
     try:
-        namespace, key = values["namespace"], values["key"]
-        if not isinstance(namespace, str) or not isinstance(key, str):
-            raise Damaged("it isn't a record: a name is something else")
         value = base64.b64decode(values["value"], validate=True)
-        return TuningRecord(namespace, key, value, float(values["created"]))
+        given = values["namespace"], values["key"], value, values["created"]
+        return checked_record(TuningRecord(*given))
     except (TypeError, KeyError, ValueError, binascii.Error) as error:
         raise Damaged(f"it isn't a record: {error}") from error

@@ -71,6 +71,10 @@ class TuningRecord:
     created: float
 
 
+#: What one tuning record may hold.
+MAX_RECORD_BYTES = 64 * 2**20
+
+
 class Damaged(Exception):
     """A row isn't what was written."""
 
@@ -86,6 +90,45 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ..
     return tuple(
         name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)
     )
+
+
+def checked(decision: Decision) -> Decision:
+    """The decision as it will be read back; numbers that aren't finite become None.
+
+    :raises ValueError: a field has a wrong type, or the key isn't that of the parts.
+    """
+    candidates = tuple(map(_finite, decision.candidates))
+    try:
+        text = json.dumps(encode(dataclasses.replace(decision, candidates=candidates)))
+        return decode(json.loads(text))
+    except (TypeError, Damaged) as error:
+        raise ValueError(f"{decision!r} can't be kept: {error}") from error
+
+
+def _finite(candidate: CandidateCost) -> CandidateCost:
+    unknown: dict[str, Any] = {
+        name: None for name in _NUMBERS if not _is_finite(getattr(candidate, name))
+    }
+    return dataclasses.replace(candidate, **unknown)
+
+
+def checked_record(record: TuningRecord) -> TuningRecord:
+    """The record, if it can be kept.
+
+    :raises ValueError: it can't.
+    """
+    if not all(map(_is_text, (record.namespace, record.key))):
+        raise ValueError(
+            f"a record's namespace and key are texts, not {record.namespace!r} and {record.key!r}"
+        )
+    if not isinstance(record.value, bytes) or len(record.value) > MAX_RECORD_BYTES:
+        raise ValueError(
+            f"the record {record.key!r} of {record.namespace!r} isn't bytes, at most "
+            f"{MAX_RECORD_BYTES} of them"
+        )
+    if not _is_number(record.created):
+        raise ValueError(f"the record {record.key!r} was made at {record.created!r}")
+    return record
 
 
 def encode(decision: Decision) -> dict[str, Any]:
@@ -114,7 +157,7 @@ def decode(values: Any) -> Decision:
 def _wrong_field(decision: Decision) -> str:
     """Which field has a value of another type, "" if none has."""
     strings = [decision.level, decision.winner, decision.title]
-    if not all(isinstance(text, str) for text in [*strings, *decision.parts.values()]):
+    if not all(map(_is_text, [*strings, *decision.parts.keys(), *decision.parts.values()])):
         return "a text is something else"
     if not isinstance(decision.settled, bool) or not _is_number(decision.created):
         return "settled or created is something else"
@@ -122,7 +165,7 @@ def _wrong_field(decision: Decision) -> str:
         numbers = [getattr(candidate, name) for name in _NUMBERS]
         if not all(number is None or _is_number(number) for number in numbers):
             return f"a number of candidate {candidate.name!r} is something else"
-        if not isinstance(candidate.name, str) or not isinstance(candidate.problem, str):
+        if not _is_text(candidate.name) or not _is_text(candidate.problem):
             return "a text of a candidate is something else"
     return ""
 
@@ -130,8 +173,18 @@ def _wrong_field(decision: Decision) -> str:
 _NUMBERS = ("latency_us", "low_us", "high_us", "compile_s", "peak_bytes")
 
 
+def _is_text(value: Any) -> bool:
+    """Whether it is text that can be written as UTF-8, as a lone surrogate can't."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and _is_finite(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 # --- rows of the tables ---------------------------------------------------------------------------
