@@ -41,29 +41,37 @@ def reference_of(function: Function, *inputs: Any) -> Reference:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph as AOTAutograd gives it, and the real inputs of a call of it."""
+    """A graph as AOTAutograd gives it, the real inputs of a call of it, and what that returned."""
 
     kind: str
     graph: GraphModule
     inputs: list[Any]
+    results: list[Any]
 
 
-def captured(function: Function, *args: Any, backward: bool = False) -> list[Captured]:
+def captured(
+    function: Function, *args: Any, backward: bool = False, lower: Function | None = None
+) -> list[Captured]:
     """The graphs that a call of a compiled function runs, with what they are run on.
 
     Inputs are cloned, since what a graph leaves to its caller may overwrite them.
 
     :param backward: the sum of the results is differentiated, too.
+    :param lower: makes something to call of a graph and its fake inputs; else eager runs it.
     """
     found: list[Captured] = []
 
     def compiler(kind: str) -> Callable[..., Any]:
         def compile(graph: GraphModule, example: Any) -> Any:
+            run = None if lower is None else lower(graph, example)
+
             def call(inputs: list[Any]) -> Any:
                 given = list(inputs)
                 kept = [v.clone() if isinstance(v, torch.Tensor) else v for v in given]
-                found.append(Captured(kind, graph, kept))
-                return graph(*given)
+                results = graph(*given) if run is None else run(given)
+                copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in results]
+                found.append(Captured(kind, graph, kept, copies))
+                return results
 
             call._boxed_call = True  # type: ignore[attr-defined]
             return call
