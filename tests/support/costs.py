@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, decision_key
@@ -32,6 +34,17 @@ def decision(
     )
     key = decision_key(level, parts)
     return Decision(key, parts, level, winner, candidates, "model.forward", settled, created)
+
+
+def changed(path: Path, statement: str) -> None:
+    """Run a statement on a database's file behind its back."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
+
+
+def files(path: Path) -> set[str]:
+    """The names of what stands beside a file, and its own."""
+    return {file.name for file in path.parent.iterdir()}
 
 
 def recording(path: str, number: int, count: int) -> None:
