@@ -291,6 +291,24 @@ def test_graphs_within_are_lifted() -> None:
     assert reference.notes == ()
 
 
+def test_branches_are_those_of_eager() -> None:
+    """Where float64 would decide otherwise, it still computes what eager took, call by call."""
+
+    @torch.compiler.nested_compile_region
+    def block(a: torch.Tensor) -> torch.Tensor:
+        return torch.cond(a.sum() > 1, lambda b: b * 0.1, lambda b: b + 0.1, (a,))
+
+    half = torch.full((2,), 0.5) + torch.tensor([1e-8, 1e-8])  # 1 in float32
+    x = half.double() + 1e-9  # more than 1
+    graph = traced(lambda a: torch.cond(a.float().sum() > 1, torch.sin, torch.cos, (a,)), x)
+    reference = make_reference(graph, [x])
+    assert torch.equal(reference.precise[0], x.cos())
+    with torch.no_grad():
+        (found,) = captured(lambda a: block(block(a)), torch.full((2,), 0.6))
+    reference = make_reference(found.graph, found.inputs)
+    torch.testing.assert_close(reference.precise[0], torch.full((2,), 0.16).double())
+
+
 def test_loops_run_in_their_own_dtypes() -> None:
     """What a while_loop holds was made for float32: it runs so, and a note says it."""
 

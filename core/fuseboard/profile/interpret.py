@@ -119,18 +119,18 @@ def arguments_of(
     return args, dict(kwargs)
 
 
-def inner_call(target: Any, args: Sequence[Any]) -> tuple[GraphModule, Sequence[Any]] | None:
-    """The graph that a higher-order op runs just as it is, and what it is run on.
+def inner_graphs(target: Any, args: Sequence[Any]) -> tuple[list[GraphModule], Sequence[Any]]:
+    """The graphs of which a higher-order op runs one just as it is, and what that is run on.
 
-    These are ``invoke_subgraph(graph, name, *operands)`` and ``cond(if_so, then, else, operands)``.
+    These are ``invoke_subgraph(graph, name, *operands)`` and ``cond(if_so, then, else, operands)``;
+    for other ops there are none.
     """
-    if not isinstance(target, torch._ops.HigherOrderOperator):
-        return None
-    if target.name() == "invoke_subgraph" and isinstance(args[0], GraphModule):
-        return args[0], args[2:]
-    if target.name() == "cond" and isinstance(args[1], GraphModule):
-        return (args[1] if args[0] else args[2]), args[3]
-    return None
+    name = target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
+    if name == "invoke_subgraph" and isinstance(args[0], GraphModule):
+        return [args[0]], args[2:]
+    if name == "cond" and isinstance(args[1], GraphModule):
+        return [args[1], args[2]], args[3]
+    return [], ()
 
 
 # --- eager ---------------------------------------------------------------------------------------
@@ -140,11 +140,13 @@ class Eager:
     """Each op as it is.
 
     :ivar forms: the form of each node's value, of inner graphs too.
+    :ivar branches: for each ``cond``, which of its graphs was run, call by call.
     :param fill: which of :data:`FILLS` uninitialised memory is filled with.
     """
 
-    def __init__(self, forms: dict[Node, Any], fill: int = 0) -> None:
-        self.forms = forms
+    def __init__(self, fill: int = 0) -> None:
+        self.forms: dict[Node, Any] = {}
+        self.branches: dict[Node, list[int]] = {}
         self.fill = fill
 
     def given(self, node: Node, value: Any) -> Any:
@@ -154,9 +156,11 @@ class Eager:
     def call(self, node: Node, values: Mapping[Node, Any], owner: GraphModule) -> Any:
         target: Any = node.target
         args, kwargs = arguments_of(node, values.__getitem__)
-        inner = inner_call(target, args)
-        if inner is not None:
-            result: Any = run(*inner, self)
+        graphs, operands = inner_graphs(target, args)
+        if graphs:
+            which = 0 if len(graphs) == 1 or args[0] else 1
+            self.branches.setdefault(node, []).append(which)
+            result: Any = run(graphs[which], operands, self)
         else:
             result = self.computed(node, target, args, kwargs)
         self.forms[node] = form_of(result)
@@ -218,14 +222,18 @@ def _strided_anew(node: Node) -> bool:
 class Lifted:
     """Each op in float64, or in the widest dtype that it has.
 
+    A ``cond`` takes the branch that eager took, whatever the condition is in float64.
+
     :ivar notes: which ops ran in another dtype, and which not at all.
     :ivar rounded: the nodes whose roundings are eager's: those, and those in float64 anyway.
+    :param eager: a run of the same graph on the same inputs.
     """
 
-    def __init__(self, forms: Mapping[Node, Any]) -> None:
-        self.forms = forms
+    def __init__(self, eager: Eager) -> None:
+        self.forms: Mapping[Node, Any] = eager.forms
+        self._branches = {node: iter(taken) for node, taken in eager.branches.items()}
         self.notes: dict[str, None] = {}
-        self.rounded = {node for node, form in forms.items() if _wide(form)}
+        self.rounded = {node for node, form in self.forms.items() if _wide(form)}
 
     def given(self, node: Node, value: Any) -> Any:
         return _Given(value, node)
@@ -242,9 +250,9 @@ class Lifted:
         if lifting.about_bits(target) or draws(node):
             return self._in_own_dtypes(node, values, "")
         args, kwargs = arguments_of(node, lambda used: _lifted(values[used]))
-        inner = inner_call(target, args)
-        if inner is not None:
-            return run(*inner, self)
+        graphs, operands = inner_graphs(target, args)
+        if graphs:
+            return run(graphs[next(self._branches[node])], operands, self)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._in_own_dtypes(node, values, "what it holds was made for them")
         args, kwargs = lifting.lifted_arguments(target, args, kwargs, dtypes_of(form))
@@ -353,7 +361,7 @@ class Disturbed(Eager):
     """
 
     def __init__(self, rounded: set[Node], seed: int) -> None:
-        super().__init__({})
+        super().__init__()
         self.rounded = rounded
         self.seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}

@@ -65,13 +65,13 @@ def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
     :param inputs: real tensors and plain numbers, in the order of the placeholders; not written to.
     """
     inputs = list(inputs)
-    forms: dict[Node, Any] = {}
+    first = Eager()
     with _undisturbed(inputs):
-        eager = run(graph, inputs, Eager(forms))
-    lifted = Lifted(forms)
+        eager = run(graph, inputs, first)
+    lifted = Lifted(first)
     with _undisturbed(inputs):
         precise = run(graph, inputs, lifted)
-    reached = reached_by(graph, {node: dtypes_of(form) for node, form in forms.items()})
+    reached = reached_by(graph, {node: dtypes_of(form) for node, form in first.forms.items()})
     reasons = _why_unjudged(graph, inputs, reached, eager)
     rules: list[Rule] = []
     notes = list(lifted.notes)
@@ -112,7 +112,7 @@ def _why_unjudged(
         if what.memory and not what.random and eager[number] is not None:
             if again is None:
                 with _undisturbed(inputs):
-                    again = run(graph, inputs, Eager({}, fill=1))
+                    again = run(graph, inputs, Eager(fill=1))
             if not _equal(eager[number], again[number]):
                 reason = "uninitialised memory reaches it"
         found.append(reason)
