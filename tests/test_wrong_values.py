@@ -1,7 +1,7 @@
 """Ways in which compilers were wrong without a word: each would have been seen.
 
-The kinds are those of public reports about torch.compile, whose numbers stand beside them; each
-wrong result is made by hand, since the compilers are right by now.
+Most kinds are those of public reports about torch.compile, whose numbers stand beside them; each
+wrong result is made by hand, since the compilers are right by now, and so that it is always there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Kind = tuple[Function, tuple[Any, ...], Function]
 KINDS: dict[str, Callable[[], Kind]] = {}
 
 
-def kind(reports: str) -> Callable[[Callable[[], Kind]], Callable[[], Kind]]:
+def kind(report: str = "") -> Callable[[Callable[[], Kind]], Callable[[], Kind]]:
     """Register a function, its inputs, and the same function as it was miscompiled."""
 
     def register(make: Callable[[], Kind]) -> Callable[[], Kind]:
-        KINDS[f"{make.__name__}, pytorch#{reports}"] = make
+        KINDS[f"{make.__name__}, pytorch#{report}" if report else make.__name__] = make
         return make
 
     return register
@@ -241,7 +241,7 @@ def a_variance_far_from_zero() -> Kind:
     return lambda x: x.var(-1, correction=0), (rnd(4, 999) + 1000,), wrong
 
 
-@kind("186173")
+@kind()
 def the_last_elements_after_full_vectors() -> Kind:
     def wrong(x: torch.Tensor) -> torch.Tensor:
         result = torch.tanh(x)
