@@ -415,3 +415,84 @@ def test_an_interrupt_leaves_something_to_run():
             torch.testing.assert_close(fn(X), f(X))
     assert states()["a"] == "chosen"
     assert [region.backend for region in last_graph().regions] == ["a"]
+
+
+# --- later calls ----------------------------------------------------------------------------------
+
+
+def wrong_from(rows: int):
+    """Right for fewer rows only."""
+
+    def call(eager_call, region):
+        def run(args):
+            results = list(eager_call(args))
+            if results[0].shape[0] >= rows:
+                results[0] = results[0] + 0.01
+            return results
+
+        return run
+
+    return call
+
+
+def test_a_backend_wrong_for_a_later_shape_is_caught_there():
+    """Each power of two of sizes is checked on its first call."""
+    with plugged("short", call=wrong_from(9), info=QUICK):
+        fn = compiled(torch.sin, "short", dynamic=True)
+        with torch.no_grad():
+            for rows in (4, 5, 7, 6, 16, 17, 4):
+                x = torch.rand(rows, 3)
+                torch.testing.assert_close(fn(x), x.sin())
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == ("short", "profile", "eager")
+
+
+def test_a_new_size_in_a_known_bucket_is_not_checked():
+    looked = []
+
+    def verify(region, result):
+        looked.append(result[0].shape[0])
+        return fuseboard.Verdict(True)
+
+    with observing("looker", verify=verify), plugged("good", info=QUICK):
+        fn = compiled(torch.sin, "good", dynamic=True)
+        with torch.no_grad():
+            for rows in (4, 5, 7, 9, 15, 4, 33):
+                fn(torch.rand(rows, 3))
+    assert looked == [4, 9, 33]
+
+
+def test_every_so_many_calls_are_checked():
+    looked = []
+
+    def verify(region, result):
+        looked.append(float(result[0][0]))
+        return fuseboard.Verdict(True)
+
+    with observing("looker", verify=verify), plugged("good", info=QUICK):
+        fn = compiled(lambda x: x * 1, "good", verify="always:3")
+        with torch.no_grad():
+            for number in range(8):
+                fn(torch.full((2,), float(number)))
+    assert looked == [0.0, 3.0, 6.0]
+
+
+def test_code_that_turns_wrong_is_caught_by_a_later_check():
+    calls = iter(range(100))
+
+    def call(eager_call, region):
+        def run(args):
+            (result,) = eager_call(args)
+            return (result + 1 if next(calls) > 3 else result,)
+
+        return run
+
+    with plugged("aging", call=call, info=QUICK):
+        fn = compiled(torch.sin, "aging", verify="always:2")
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(fn(X), X.sin())
+            fn(X), fn(X), fn(X)
+            torch.testing.assert_close(fn(X), X.sin())
+    (trip,) = all_trips()
+    assert trip.plugin == "aging"

@@ -8,7 +8,7 @@ pass, for who compares programs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,6 +47,8 @@ class Board:
     :ivar graph: the graph as it was cut, without changes by any backend.
     :ivar kept: the board's own nodes, in order.
     :ivar results: what the graph returns.
+    :ivar bucket: an expression of ``args`` that tells like sizes from others; "" for static graphs.
+    :ivar buckets: of the calls that were checked.
     """
 
     graph: GraphModule
@@ -55,6 +57,8 @@ class Board:
     results: tuple[Any, ...]
     session: Session
     report: GraphReport
+    bucket: str = ""
+    buckets: set[Any] = field(default_factory=set)
 
 
 class Handlers(Protocol):
@@ -74,6 +78,8 @@ class Handlers(Protocol):
     ) -> Sequence[Any]: ...
 
     def blame(self, lowered: Sequence[Lowered], error: Exception, number: int) -> Exception: ...
+
+    def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]: ...
 
 
 class Program:
@@ -140,6 +146,8 @@ class Program:
         name = source.unique(self.board.report.name)
         checked = proofs is not None
         contained = checked or self.board.kind != "backward"
+        if not checked:
+            self._write_sizes_check(source, handlers)
         names, everything = self._open(source)
         indent = 2
         site_local = source.unique("site")
@@ -202,6 +210,7 @@ class Program:
         name = source.unique(self.board.report.name)
         backward = self.board.kind == "backward"
         region = source.bind(self.sites[0].lowered.call, "region0")
+        self._write_sizes_check(source, handlers)
         if not backward:
             source.line("inputs = args.copy()")
         source.line("try:")
@@ -216,6 +225,14 @@ class Program:
         return source.function(name, "args")
 
     # --- their parts ----------------------------------------------------------------------------
+
+    def _write_sizes_check(self, source: Source, handlers: Handlers) -> None:
+        """Check the first call of each new bucket of sizes."""
+        board = self.board
+        if board.bucket and board.session.settings.verify != "off":
+            checked = source.bind(partial(handlers.new_sizes, self), "new_sizes")
+            source.line(f"if {board.bucket} not in {source.bind(board.buckets, 'buckets')}:")
+            source.line(f"return {checked}(args)", 2)
 
     def _write_weights_check(self, source: Source, names: dict[Node, str], indent: int) -> None:
         if self.sets is None:

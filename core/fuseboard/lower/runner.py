@@ -8,7 +8,7 @@ share are cloned from then on. After a call without a failure the plain function
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -20,10 +20,12 @@ from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Stage
 from fuseboard.errors import WrongValues
 from fuseboard.lower.checked import Proofs
+from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.program import Board, Program
+from fuseboard.lower.sizes import bucket_source
 from fuseboard.lower.weights import any_version
 from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.partition.stages import has_effects
@@ -57,7 +59,9 @@ class Runner:
         self.report = report
         self.lock = threading.RLock()
         results: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
-        self.board = Board(graph, kind, kept, results, session, report)
+        bucket = bucket_source(graph.graph.find_nodes(op="placeholder"))
+        self.board = Board(graph, kind, kept, results, session, report, bucket)
+        self._bucket_of = _function_of_args(bucket)
         self._captured = captured
         self._cloned: frozenset[int] = frozenset()
         self._visible = len(results) if visible is None else visible
@@ -99,6 +103,11 @@ class Runner:
         self.usual = function
         self.function = self._instead or function
 
+    def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]:
+        """The first call of a new bucket of sizes: a checked one."""
+        proofs = Proofs(inputs_too=self._every is not None)
+        return program.checked(self, self._cloned, proofs)(args)
+
     def _go_on(self) -> None:
         """After a checked call without a failure."""
         plain = self.program.plain(self, self._cloned)
@@ -126,6 +135,7 @@ class Runner:
                     f"outputs {wrong} are cloned: the compiled code returned storage that eager's "
                     "results don't share"
                 )
+            self.board.buckets.add(self._bucket_of(inputs))
             if program is self.program:  # else another thread has put one in its place
                 self._go_on()
         return tuple(r.clone() if i in wrong else r for i, r in enumerate(results))
@@ -228,6 +238,12 @@ class Runner:
                 except Exception:  # it is what is being looked for; known already
                     return number
         return -1
+
+
+def _function_of_args(expression: str) -> Callable[[list[Any]], Any]:
+    source = Source()
+    source.line(f"return {expression or None}")
+    return source.function("bucket", "args")
 
 
 def _each(number: int, checked: Boxed, plain: Boxed) -> Boxed:

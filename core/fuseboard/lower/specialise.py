@@ -23,6 +23,7 @@ from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.sizes import size_sources
 from fuseboard.lower.static import StaticGraph, with_sizes
 from fuseboard.lower.weights import WeightSets, any_version, run_prepare
 from fuseboard.partition.signature import signature
@@ -71,7 +72,7 @@ class Specialised:
         self._repeatable = not any(map(has_effects, region.graph.graph.nodes))
         self._table: dict[Any, Boxed] = {}
         self._placeholders = region.graph.graph.find_nodes(op="placeholder")
-        self._sizes = _size_sources(self._placeholders)
+        self._sizes = size_sources(self._placeholders)
         self._eager = boxed_function(region.graph, f"{region.name}.eager")
         # Dynamo must not trace what compiles in the middle of a call.
         self._made: Callable[[list[Any]], Boxed | None] = torch.compiler.disable(self._make)
@@ -256,41 +257,6 @@ class _FirstCall:
             return self._owner.recover(self._key, self, error, inputs, state)
         self._owner.passed(self._key, self, self._code)
         return results
-
-
-def _size_sources(placeholders: Sequence[Node]) -> list[tuple[str, str]]:
-    """What the sizes of a region follow from: (an expression of ``args``, a name for people).
-
-    A number that is an input; else the first size, stride or offset that is just a symbol; at last
-    expressions that hold a symbol which appears nowhere alone.
-    """
-    candidates: list[tuple[str, Any]] = []
-    for i, node in enumerate(placeholders):
-        value = node.meta.get("val")
-        if isinstance(value, torch_symbols.NUMBERS):
-            candidates.append((f"args[{i}]", value))
-    for i, node in enumerate(placeholders):
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            continue
-        candidates += [(f"args[{i}].size({d})", n) for d, n in enumerate(value.shape)]
-        if value.layout == torch.strided:
-            candidates += [(f"args[{i}].stride({d})", n) for d, n in enumerate(value.stride())]
-            candidates.append((f"args[{i}].storage_offset()", value.storage_offset()))
-    candidates = [(t, n) for t, n in candidates if isinstance(n, torch_symbols.NUMBERS)]
-    known: set[Any] = set()
-    found: list[tuple[str, str]] = []
-    for text, number in candidates:
-        expr = torch_symbols.expression(number)
-        if expr.is_Symbol and expr not in known:
-            known.add(expr)
-            found.append((text, torch_symbols.source_name(expr, number)))
-    for text, number in candidates:
-        expr = torch_symbols.expression(number)
-        if not expr.free_symbols <= known and expr not in known:
-            known.add(expr)
-            found.append((text, str(expr)))
-    return found
 
 
 def _outputs(graph: GraphModule) -> tuple[Any, ...]:
