@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from benchmarks import compile_time, pairs
+from benchmarks import compile_time, pairs, sampling
 from benchmarks.findings import Finding, judge_at_least, verdict
 from benchmarks.imports import ImportCost, measure_imports
 from benchmarks.pairs import Pair
@@ -220,6 +220,10 @@ def _budget(session: Session, scale: Scale) -> list[Finding]:
     return [Finding(claim, measured, verdict(holds), outcome.values)]
 
 
+def _sampling(session: Session, scale: Scale) -> list[Finding]:
+    return sampling.findings(session, scale.pairs, THREADS)
+
+
 CHECKS = (
     Check("imports", _imports, lambda scale: scale.imports + 1),
     Check("graphs", _graphs, lambda scale: 2),
@@ -233,6 +237,7 @@ CHECKS = (
     Check("repeats-speed", _repeats_speed, lambda scale: 4 * scale.pairs),
     Check("partitioning", _partitioning, lambda scale: len(CASES) * scale.partitions),
     Check("memory-budget", _budget, lambda scale: 1),
+    Check("sampling", _sampling, lambda scale: len(sampling.MODELS) * scale.pairs),
     Check("memory", _memory, lambda scale: 2 * len(MEMORY_MODELS) * (scale.memory + 1)),
 )
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import spans, verification
+from benchmarks import sampling, spans, verification
 from benchmarks.arms import ARMS, Arm
 from benchmarks.builders import Workload
 from benchmarks.models import MODELS
@@ -310,6 +310,23 @@ def phase_budget(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, 
     return {"points": [point.as_dict() for point in points], "problem": problem}
 
 
+def phase_sampled(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """Blocks of calls with and without a sampling session, in turn."""
+    import fuseboard
+
+    step(f"{arm.name}, first call")
+    run, _, _ = first_call(arm, workload)
+    step("settling")
+    fuseboard.wait(progress=False)
+    sessions = sampling.Sessions()
+    with no_collection():
+        step("warm-up")
+        call_s, steady = warm_up(run, workload.inputs, protocol)
+        step("blocks")
+        seconds = sampling.measure_blocks(run, workload.inputs, call_s, protocol, sessions)
+    return {"seconds": seconds, "samples": sessions.samples, "steady": steady}
+
+
 def peak_bytes() -> int:
     """The process's ``ru_maxrss``, in bytes (kibibytes on Linux, bytes on macOS).
 
@@ -326,6 +343,7 @@ PHASES = {
     "compile": phase_compile,
     "recompiles": phase_recompiles,
     "budget": phase_budget,
+    "sampled": phase_sampled,
 }
 
 
