@@ -22,7 +22,7 @@ from fuseboard import (
     StackFrame,
     StackSample,
 )
-from fuseboard.profile import sampling, sampling_process
+from fuseboard.profile import sampling, sampling_process, session
 from fuseboard_pyspy import _executable
 from fuseboard_pyspy._sampler import PySpy, read_speedscope
 from tests.support.backends import compiled
@@ -261,6 +261,23 @@ def test_native_frames_that_are_refused_are_left_out(tmp_path):
         "without native frames: Error: Native stack traces aren't supported here; "
         "py-spy: 1.20s behind in sampling, results may be inaccurate."
     )
+
+
+def test_options_reach_the_command_line(tmp_path, monkeypatch):
+    """The rate, the longest duration and how samples are taken."""
+    told = "import json, sys, os\nprint('Sampling process', json.dumps(sys.argv[1:]), flush=True)\n"
+    executable = fake(tmp_path, told + "import time; time.sleep(60)")
+    monkeypatch.setattr(_executable, "find", lambda: executable)
+    with fuseboard.settings(plugins={"pyspy": {"blocking": False}}):
+        (found,), _ = session.find_samplers("pyspy")
+    found.sampler.start(41, "run", SamplingOptions(250.0, 2.5))
+    assert settled(found.sampler).state == "running"
+    arguments = json.loads(found.sampler._process.output.partition("process ")[2])
+    assert arguments[:8] == "record --pid 41 --rate 250 --duration 3 --format".split()
+    assert "--nonblocking" in arguments
+    assert "--native" not in arguments
+    found.sampler.stop()
+    found.sampler.stop()
 
 
 def test_a_py_spy_that_hangs_is_killed(tmp_path):

@@ -34,4 +34,4 @@ def fuseboard_sampler(options: Any) -> fuseboard.Sampler | None:
     from fuseboard_pyspy._sampler import PySpy
 
     executable = find()
-    return PySpy(executable, options.native) if executable else None
+    return PySpy(executable, options.native, options.blocking) if executable else None

@@ -13,3 +13,8 @@ class Options(BaseModel):
         description="Ask for the frames of C and C++ code as well, where that is possible. Each "
         "sample then stops the process for some milliseconds instead of a fraction of one.",
     )
+    blocking: bool = Field(
+        True,
+        description="Stop the process while its stacks are read. Without that a sample costs less, "
+        "and now and then shows a stack that never was.",
+    )

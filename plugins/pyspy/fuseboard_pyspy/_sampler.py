@@ -25,13 +25,15 @@ class PySpy:
     """A :class:`fuseboard.Sampler`.
 
     :param native: try with native frames first, and without them where that fails.
+    :param blocking: the process stands still while its stacks are read.
     """
 
     python_frames = True
 
-    def __init__(self, executable: str, native: bool) -> None:
+    def __init__(self, executable: str, native: bool, blocking: bool = True) -> None:
         self._executable = executable
         self._native = native
+        self._blocking = blocking
         self._folder = tempfile.TemporaryDirectory(prefix="fuseboard-pyspy-")
         self._command: list[str] = []
         self._process: fuseboard.SamplerProcess | None = None
@@ -50,6 +52,7 @@ class PySpy:
             *("--rate", str(max(1, round(options.rate_hz)))),
             *("--duration", str(math.ceil(options.max_duration_s))),
             *("--format", "speedscope", "--output", str(self._written), "--full-filenames"),
+            *([] if self._blocking else ["--nonblocking"]),
         ]
         self._run()
 
