@@ -67,9 +67,8 @@ def test_copies_must_be_copies(name: str, dtype: torch.dtype) -> None:
     reference = reference_of(function, *inputs)
     result = reference.eager[0]
     flat = result.flatten()
-    units = 32 if dtype == torch.float64 else 4
     for number in (0, 7, 5001, result.numel() - 1):
-        by = units * torch.finfo(dtype).eps * max(abs(float(flat[number])), 1e-3)
+        by = 4 * torch.finfo(dtype).eps * max(abs(float(flat[number])), 1e-3)
         assert not judge(reference, [changed(result, number, by)]).ok
 
 
@@ -147,6 +146,14 @@ def _math_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return F.softmax((q / q.shape[-1] ** 0.5) @ k.transpose(-1, -2), -1) @ v
 
 
+def _erf(x: torch.Tensor) -> torch.Tensor:
+    """As vectorised libraries have it: formula 7.1.26 of Abramowitz and Stegun."""
+    t = 1 / (1 + 0.3275911 * x.abs())
+    series = t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
+    series = t * (0.254829592 + t * (-0.284496736 + series))
+    return x.sign() * (1 - series * torch.exp(-x * x))
+
+
 def _in_float32(function: Function) -> Function:
     """As engines compute half types: in float32, rounded once at the end."""
     return lambda *args: function(*(a.float() for a in args)).to(args[0].dtype)
@@ -165,6 +172,7 @@ OTHERS: list[tuple[str, Function, Function]] = [
     ("tanh", torch.tanh, lambda x: 1 - 2 / (torch.exp(2 * x) + 1)),
     ("sigmoid", torch.sigmoid, lambda x: 0.5 * torch.tanh(0.5 * x) + 0.5),
     ("exp", torch.exp, lambda x: torch.exp2(x * 1.4426950408889634)),
+    ("erf", torch.erf, _erf),
     ("pow", lambda x: x.abs() ** 2.5, lambda x: torch.exp(2.5 * torch.log(x.abs()))),
     ("div", lambda x: x / 3, lambda x: x * (1 / 3)),
     ("rsqrt", lambda x: torch.rsqrt(x * x + 1), lambda x: 1 / torch.sqrt(x * x + 1)),

@@ -270,7 +270,7 @@ _EXACT = frozenset(
         *("aten::cummin", "aten::kthvalue", "aten::median", "aten::mode", "aten::fmax"),
         *("aten::fmin", "aten::nan_to_num", "prims::convert_element_type"),
         *("aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::copy", "aten::embedding"),
-        *("aten::flip", "aten::gather", "aten::index", "aten::index_put", "aten::index_select"),
+        *("aten::flip", "aten::gather", "aten::index", "aten::index_select"),
         *("aten::masked_fill", "aten::masked_scatter", "aten::repeat", "aten::roll"),
         *("aten::scatter", "aten::select_scatter", "aten::slice_scatter", "aten::stack"),
         *("aten::where", "aten::as_strided_scatter", "aten::diagonal_scatter"),
@@ -293,4 +293,5 @@ def exact(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True
     views = any(argument.alias_info is not None for argument in target._schema.arguments)
-    return views or target._schema.name in _EXACT
+    adds = "reduce" in target._overloadname
+    return views or (target._schema.name in _EXACT and not adds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,11 +86,15 @@ def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
         value if rule in ("close", "mismatches") else None
         for value, rule in zip(precise, rules, strict=True)
     ]
+    spreads = [
+        replace(spread_of(own, exact), exact=node in reached and not reached[node].rounded)
+        for own, exact, node in zip(eager, precise, flat_outputs(graph), strict=True)
+    ]
     return Reference(
         eager=tuple(eager),
         precise=tuple(precise),
         rules=tuple(rules),
-        spreads=tuple(map(spread_of, eager, precise)),
+        spreads=tuple(spreads),
         notes=tuple(notes),
         disturbed=_Disturbed(graph, inputs, precise, lifted.rounded),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -55,11 +55,13 @@ class Reached:
     :ivar floats: it depends on elements of floating or complex tensors.
     :ivar random: it depends on random numbers.
     :ivar memory: it depends on memory that nobody wrote.
+    :ivar rounded: its floats aren't just elements of inputs and constants.
     """
 
     floats: bool = False
     random: bool = False
     memory: bool = False
+    rounded: bool = False
 
 
 NOTHING = Reached()
@@ -75,13 +77,16 @@ def reached_by(graph: GraphModule, values: Mapping[Node, Any]) -> dict[Node, Rea
         if node.op == "output":
             continue
         dtypes = values.get(node)
+        floats = _floating(dtypes)
         own = Reached(
-            floats=_floating(dtypes),
+            floats=floats,
             random=draws(node) or hides_draws(node, graph) or _keeps_state(node),
             memory=_uninitialised(node, graph),
+            rounded=floats and node.op == "call_function" and not lifting.exact(node.target),
         )
         parts = {own, *(found[used] for used in _read(node))}
-        found[node] = own if len(parts) == 1 else _joined(parts)
+        whole = own if len(parts) == 1 else _joined(parts)
+        found[node] = whole if floats or not whole.rounded else replace(whole, rounded=False)
     return found
 
 
@@ -103,6 +108,7 @@ def _joined(parts: Collection[Reached]) -> Reached:
         floats=any(part.floats for part in parts),
         random=any(part.random for part in parts),
         memory=any(part.memory for part in parts),
+        rounded=any(part.rounded for part in parts),
     )
 
 

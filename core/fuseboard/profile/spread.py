@@ -22,6 +22,7 @@ class Spread:
     :ivar relative: the largest distance of an element as a share of its float64 value, where that
         was asked for.
     :ivar mismatches: elements that differ, for integers and booleans.
+    :ivar exact: nothing has been rounded: the output is elements of the inputs.
     """
 
     worst: float = 0.0
@@ -29,6 +30,7 @@ class Spread:
     rmse: float = 0.0
     rms: float = 0.0
     mismatches: int = 0
+    exact: bool = False
 
     def joined(self, other: Spread) -> Spread:
         """The larger of both, number by number."""
@@ -38,6 +40,7 @@ class Spread:
             rmse=max(self.rmse, other.rmse),
             rms=max(self.rms, other.rms),
             mismatches=max(self.mismatches, other.mismatches),
+            exact=self.exact and other.exact,
         )
 
 

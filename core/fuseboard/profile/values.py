@@ -26,8 +26,12 @@ DISTURBED_FACTOR = 4.0
 #: float32 and rounded once, or a few times.
 FLOOR_UNITS, FLOOR_UNITS_HALF = 16.0, 4.0
 
-#: The same where eager has so many elements or more and all of them exactly: it copied them, or
-#: rounded nothing.
+#: And in units in the last place of the output's root mean square: some functions, such as erf, are
+#: approximated so that the absolute error is small, not the relative one.
+LEVEL_UNITS, LEVEL_UNITS_HALF = 4.0, 1.0
+
+#: The first of these where nothing has been rounded, as in copies, or where eager has so many
+#: elements or more and all of them exactly.
 EXACT_UNITS, MANY_EXACT = 2.0, 64
 
 #: How many times eager's root mean squared error a result's may be, as in
@@ -229,24 +233,27 @@ class _Found:
 
 @dataclass(frozen=True)
 class Floor:
-    """What an element may be off in any case: a share of its size, and a little more.
+    """What an element may be off in any case.
 
-    The little is what becomes zero where small numbers are flushed to zero.
+    :ivar share: of its size.
+    :ivar level: whatever its size.
     """
 
     share: float
-    least: float
+    level: float
 
     @staticmethod
     def of(eager: torch.Tensor, spread: Spread) -> Floor:
         info = torch.finfo(eager.dtype)
-        exact = spread.worst == 0 and eager.numel() >= MANY_EXACT
-        if exact and eager.dtype not in (torch.float64, torch.complex128):
-            units = EXACT_UNITS
-        else:
-            units = FLOOR_UNITS if info.bits > 16 else FLOOR_UNITS_HALF
-        flushed = info.tiny < 1e-30  # float16 and narrower ones are computed in float32
-        return Floor(units * info.eps, info.tiny if flushed else info.tiny * info.eps)
+        flushed = info.tiny < 1e-30  # to zero; float16 and narrower ones are computed in float32
+        least = info.tiny if flushed else info.tiny * info.eps
+        many = eager.numel() >= MANY_EXACT and eager.dtype not in (torch.float64, torch.complex128)
+        if spread.exact or (many and spread.worst == 0):
+            return Floor(EXACT_UNITS * info.eps, least)
+        wide = info.bits > 16
+        share = FLOOR_UNITS if wide else FLOOR_UNITS_HALF
+        level = LEVEL_UNITS if wide else LEVEL_UNITS_HALF
+        return Floor(share * info.eps, level * info.eps * spread.rms + least)
 
 
 def limits(sizes: torch.Tensor, floor: Floor, spread: Spread, disturbed: Spread) -> torch.Tensor:
@@ -254,7 +261,7 @@ def limits(sizes: torch.Tensor, floor: Floor, spread: Spread, disturbed: Spread)
 
     :param sizes: the absolute values of what they should be.
     """
-    allowed = WORST_FACTOR * spread.worst + floor.share * sizes + floor.least
+    allowed = WORST_FACTOR * spread.worst + floor.share * sizes + floor.level
     if disturbed.worst > 0:
         further = torch.full_like(sizes, disturbed.worst)
         if disturbed.relative < torch.inf:
