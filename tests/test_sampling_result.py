@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import re
 import sys
 import traceback
@@ -14,7 +15,7 @@ import torch
 import fuseboard
 from fuseboard import RegionShare, SampledProfile, SamplingProfiler, StackFrame, StackSample
 from fuseboard.profile.sampling_regions import Place, locate_regions
-from fuseboard.report.data import ledger
+from fuseboard.report.data import GraphReport, RegionReport, ledger
 from tests.support.backends import claim_ops, compiled, plugged
 from tests.support.browser import Page, chromium
 from tests.support.samplers import FakeSampler, sampling_with
@@ -167,8 +168,67 @@ def test_frames_that_are_no_runner_have_no_place():
 def test_a_graph_that_nobody_remembers_has_a_name_but_no_backend():
     """Reports are bounded; the shares are told all the same."""
     ledger.clear()
-    frame = StackFrame("inference987", "<fuseboard:inference987:4>", 3)
-    assert set(locate_regions([frame]).values()) == {Place("inference987.region0", "unknown")}
+    file = generated("inference987", "try:", "return _region0(args)")
+    assert places(file, 3) == {3: Place("inference987.region0", "unknown")}
+
+
+def generated(name: str, *lines: str) -> str:
+    """The file name of a function of these lines, the first of which is its line 2."""
+    file = f"<fuseboard:{name}:9999>"
+    text = [f"def {name}(args):\n", *(f"    {line}\n" for line in lines)]
+    linecache.cache[file] = (len("".join(text)), None, text, file)
+    return file
+
+
+def places(file: str, *lines: int) -> dict[int, Place]:
+    found = locate_regions(StackFrame("f", file, line) for line in lines)
+    return {line: place for (_, line), place in found.items()}
+
+
+def test_each_line_of_a_runner_is_a_region_s_or_the_board_s():
+    """By the callee and the site; equal regions may share a callee, and names may be taken."""
+    file = generated(
+        "forward986",
+        "site_1 = -1",
+        "if weights() != entry.versions:",
+        "site_1 = 0",
+        "x, = _region0_onnxruntime([a, b])",
+        "site_1 = 1",
+        "y, = _region0_onnxruntime([x, b])",
+        "del x",
+        "site_1 = 2",
+        "z, = _region2_mkldnn_1([y])",
+        "site_1 = 3",
+        "v = _aten_view(z, [3])",
+        "return (v,)",
+    )
+    assert places(file, 3, 5, 7, 8, 10, 12) == {
+        3: Place("forward986", "board"),
+        5: Place("forward986.region0", "onnxruntime"),
+        7: Place("forward986.region1", "onnxruntime"),
+        8: Place("forward986", "board"),
+        10: Place("forward986.region2", "mkldnn"),
+        12: Place("forward986", "board"),
+    }
+
+
+def test_trials_of_candidates_are_told_apart():
+    """They run before a graph has settled, and are no part of what it costs then."""
+    file = generated("inference985_trial", "x, = _region0_mkldnn([a])")
+    assert places(file, 2) == {2: Place("inference985", "trials")}
+
+
+def test_without_lines_a_region_is_known_where_there_is_one():
+    """Stacks of perf have none."""
+    ledger.clear()
+    two = GraphReport("inference984", "inference")
+    two.regions += [RegionReport(f"inference984.region{i}", "mkldnn", {}) for i in range(2)]
+    one = GraphReport("inference983", "inference")
+    one.regions.append(RegionReport("inference983.region0", "inductor", {}))
+    ledger.add(one)
+    ledger.add(two)
+    assert places("<fuseboard:inference984:1>", 0) == {0: Place("inference984", "any")}
+    assert places("<fuseboard:inference983:1>", 0) == {0: Place("inference983.region0", "inductor")}
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -27,6 +27,12 @@ from fuseboard.profile.sampling_result import SampledProfile, short_file
 _LISTED = 40
 #: So many backends have colours of their own; further ones share them.
 _STYLES = 8
+#: What isn't a backend's, and eager: styles of their own.
+_OWN_STYLES = {
+    "eager": "eager",
+    "board": "board",
+    **dict.fromkeys(("trials", "any", "unknown"), "mixed"),
+}
 
 
 @dataclass
@@ -103,9 +109,8 @@ def _function(profile: SampledProfile, frame: StackFrame) -> str:
 
 def _backend_styles(profile: SampledProfile) -> dict[str, str]:
     """Backend → its CSS class, as in the page of an explanation."""
-    backends = sorted({place.backend for place in profile.regions.values()} - {"eager", "board"})
-    styles = {name: f"backend{i % _STYLES}" for i, name in enumerate(backends)}
-    return {**styles, "eager": "eager", "board": "board"}
+    backends = sorted({place.backend for place in profile.regions.values()} - _OWN_STYLES.keys())
+    return {name: f"backend{i % _STYLES}" for i, name in enumerate(backends)} | _OWN_STYLES
 
 
 def _style(profile: SampledProfile, frame: StackFrame, styles: dict[str, str]) -> str:

@@ -1,8 +1,9 @@
 """Which region a sampled stack was in, told by the generated functions on it.
 
 Each function that fuseboard generates has a file name of its own, ``<fuseboard:NAME:NUMBER>``, and
-its text stays in ``linecache``. In a runner (:mod:`fuseboard.lower.runner`) each call of a region
-follows a line ``site = N``; a runner that only passes its list on has no such line and one region.
+its text stays in ``linecache``. In a runner (:mod:`fuseboard.lower.program`) the line that was
+running says it: it calls ``_region2_mkldnn([...])``, after a line ``site = 2``; a runner that only
+passes its list on calls ``_region0(args)``.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fuseboard.contracts import StackFrame
-from fuseboard.report.data import GraphReport, ledger
+from fuseboard.report.data import ledger
 
-_FILE = re.compile(r"^<fuseboard:(?P<name>.+):\d+>$")
-_GRAPH = re.compile(r"^(?:forward|backward|inference)\d+$")
+_FILE = re.compile(
+    r"^<fuseboard:(?P<graph>(?:forward|backward|inference)\d+)(?P<trial>_trial(?:_\d+)?)?:\d+>$"
+)
 _SITE = re.compile(r"^\s*site(?:_\d+)? = (?P<number>-?\d+)$")
+_CALL = re.compile(r"\b_region(?P<number>\d+)(?:_(?P<backend>[A-Za-z]\w*?))?(?:_\d+)?\(")
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a line of a runner belongs.
 
-    :ivar region: such as ``inference0.region1``; the graph's name where the line is the board's own
-        work, between the regions.
-    :ivar backend: that runs it; ``board`` for the board's own work.
+    :ivar region: such as ``inference0.region1``; the graph's name where it is none of its regions.
+    :ivar backend: that runs it. For a graph: ``board`` for the board's own work between its
+        regions, ``trials`` for candidates that are compared, ``any`` where stacks have no lines.
     """
 
     region: str
@@ -39,37 +42,39 @@ class Place:
 
 def locate_regions(frames: Iterable[StackFrame]) -> dict[tuple[str, int], Place]:
     """(file, line) of each frame in a runner → its place."""
-    graphs = {graph.name: graph for graph in ledger.graphs()}
+    known = {
+        graph.name: {region.name: region.backend for region in graph.regions}
+        for graph in ledger.graphs()
+    }
     places: dict[tuple[str, int], Place] = {}
     for file, line in {(f.file, f.line) for f in frames if f.file.startswith("<fuseboard:")}:
         match = _FILE.match(file)
-        if match is not None and _GRAPH.match(match["name"]):
-            graph = graphs.get(match["name"], GraphReport(match["name"], "inference"))
-            places[file, line] = _place(graph, linecache.getlines(file), line)
+        if match is not None:
+            graph = match["graph"]
+            places[file, line] = (
+                Place(graph, "trials")
+                if match["trial"]
+                else _place(graph, known.get(graph, {}), linecache.getlines(file), line)
+            )
     return places
 
 
-def _place(graph: GraphReport, lines: list[str], line: int) -> Place:
-    """Of a line of a graph's runner. A graph that nobody remembers any more has no regions."""
-    backends = {region.name: region.backend for region in graph.regions}
-    number = _site(lines, line)
-    if number is None:  # no sites, or no line numbers, as in stacks of perf
-        number = 0 if len(backends) < 2 else -1
-    region = f"{graph.name}.region{number}"
-    if region in backends or (not backends and number >= 0):
-        return Place(region, backends.get(region, "unknown"))
-    return Place(graph.name, "board")
+def _place(graph: str, backends: Mapping[str, str], lines: list[str], line: int) -> Place:
+    """Of a line of a runner; 0 where it isn't known, as in stacks of perf.
 
-
-def _site(lines: list[str], line: int) -> int | None:
-    """The site that was running at a line; -1 before the first one, None where it has none."""
-    if not line or not any(_SITE.match(text) for text in lines):
-        return None
-    number = -1
-    for text in lines[:line]:
-        if (site := _SITE.match(text)) is not None:
-            number = int(site["number"])
-    return number
+    :param backends: of the graph's regions, by name, as it is now: it may have been another plan's.
+    """
+    if not 0 < line <= len(lines):
+        if len(backends) != 1:
+            return Place(graph, "any")
+        ((region, backend),) = backends.items()
+        return Place(region, backend)
+    call = _CALL.search(lines[line - 1])
+    if call is None:
+        return Place(graph, "board")
+    sites = [site["number"] for text in lines[:line] if (site := _SITE.match(text))]
+    region = f"{graph}.region{sites[-1] if sites else call['number']}"
+    return Place(region, call["backend"] or backends.get(region, "unknown"))
 
 
 def place_of(stack: Iterable[StackFrame], places: Mapping[tuple[str, int], Place]) -> Place | None:

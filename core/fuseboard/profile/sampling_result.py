@@ -22,8 +22,10 @@ OUTSIDE = Place("outside of compiled code", "")
 class RegionShare:
     """How much of the samples one region had.
 
-    :ivar region: its name, such as ``inference0.region1``; a graph's name for the board's own work
-        between its regions; ``outside of compiled code`` for the rest.
+    :ivar region: its name, such as ``inference0.region1``; a graph's name for what is none of its
+        regions; ``outside of compiled code`` for the rest.
+    :ivar backend: that runs it; for a graph ``board`` (the board's own work between regions),
+        ``trials`` (candidates that are compared) or ``any`` (the sampler gave no lines).
     :ivar share: of all samples, from 0 to 1.
     """
 
