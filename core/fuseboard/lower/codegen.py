@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from fuseboard import torch_internals
+from fuseboard.torch_profiler import show_in_traces
 
 _function_numbers = count()
 
@@ -37,11 +38,15 @@ _INFIX = {
 
 
 class Source:
-    """A function being written: lines, and the objects that they name as globals."""
+    """A function being written: lines, and the objects that they name as globals.
+
+    :ivar spans: globals that are shown in traces, and what makes the names of their spans.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.globals: dict[str, Any] = {}
+        self.spans: dict[str, Callable[[], str]] = {}
         self._names: dict[int, str] = {}
         self._taken = {"args", "cell", "error"}  # what the generated functions call their own
 
@@ -49,8 +54,12 @@ class Source:
         """The name of a global that holds ``value``; one object has one name."""
         if id(value) in self._names:
             return self._names[id(value)]
+        name = self._names[id(value)] = self.bind_apart(value, hint)
+        return name
+
+    def bind_apart(self, value: Any, hint: str) -> str:
+        """The name of a new global that holds ``value``, whichever others do."""
         name = self.unique(f"_{hint}")
-        self._names[id(value)] = name
         self.globals[name] = value
         return name
 
@@ -77,6 +86,8 @@ class Source:
         exec(compile(code, filename, "exec"), self.globals)
         function: Callable[..., Any] = self.globals[name]
         function.__fuseboard_source__ = code  # type: ignore[attr-defined]
+        if self.spans:
+            show_in_traces(function, self.spans)
         return function
 
     def literal(self, value: Any, names: Mapping[Node, str]) -> str:

@@ -24,6 +24,8 @@ from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.weights import WeightSets, address_of, run_prepare
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
+from fuseboard.report.nodes import modules_text
+from fuseboard.torch_profiler import Spanned
 
 _WEIGHTS_CHECK = (
     "if tuple(map({version}, {w})) != {e}.versions"
@@ -38,6 +40,11 @@ class Site:
 
     cut: Cut
     lowered: Lowered
+
+    def span(self) -> str:
+        """What traces call it: its region, the backend, the user's modules."""
+        region = self.lowered.region
+        return f"{region.name} [{region.backend}] {modules_text(self.cut.nodes)}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,8 @@ class Program:
             total += lowered.values
         if not functions:
             return None
-        return WeightSets(run_prepare(functions), self.board.session.settings.max_weight_sets)
+        prepare = Spanned(run_prepare(functions), f"prepare {self.board.report.name}")
+        return WeightSets(prepare, self.board.session.settings.max_weight_sets)
 
     # --- the functions --------------------------------------------------------------------------
 
@@ -137,6 +145,7 @@ class Program:
         self._write_weights_check(source, names, 1)
         self._write_body(source, names, 1, proofs, contained=False, local="")
         source.line(f"return {self._result(source, names, frozenset())}")
+        source.spans.clear()  # it may be timed, and spans take time
         return source.function(name, "args")
 
     def _contained(
@@ -209,7 +218,8 @@ class Program:
         source = Source()
         name = source.unique(self.board.report.name)
         backward = self.board.kind == "backward"
-        region = source.bind(self.sites[0].lowered.call, "region0")
+        region = source.bind_apart(self.sites[0].lowered.call, "region0")
+        source.spans[region] = self.sites[0].span
         self._write_sizes_check(source, handlers)
         if not backward:
             source.line("inputs = args.copy()")
@@ -303,15 +313,16 @@ class Program:
             first = self._first_value[number]
             arguments += [f"{self._values}[{first + i}]" for i in range(lowered.values)]
         given = f"[{', '.join(arguments)}]"
+        span: Callable[[], str] = site.span
         if proofs is not None:
-            board = self.board
+            board, label = self.board, site.span()
             expected = tuple(node.meta["val"] for node in site.cut.outputs)
             region = lowered.region
             given_to_all = all(node.op == "placeholder" for node in site.cut.inputs)
             key = (*site.cut.inputs, None, *site.cut.outputs) if given_to_all else None
             call = CheckedRegion(
                 region,
-                call,
+                Spanned(call, label),  # always: next to a check it takes no time
                 lowered.code,
                 expected,
                 board.session,
@@ -320,12 +331,14 @@ class Program:
                 key,
                 lowered.lower_part,
             )
+            span = partial("verify {}".format, label)
             given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"
         for node in site.cut.outputs:
             names[node] = source.unique(node.name)
         targets = "".join(f"{names[node]}, " for node in site.cut.outputs)
         assign = f"{targets.rstrip()} = " if targets else ""
-        callee = source.bind(call, f"region{number}_{lowered.region.backend}")
+        callee = source.bind_apart(call, f"region{number}_{lowered.region.backend}")
+        source.spans[callee] = span
         source.line(f"{assign}{callee}({given})", indent)
 
     def _result(self, source: Source, names: dict[Node, str], cloned: frozenset[int]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ def module_path(node: Node) -> str:
     """
     stack = module_stack(node)
     return split_source(stack[-1])[1] if stack else ""
+
+
+def modules_text(nodes: Iterable[Node]) -> str:
+    """The module that all nodes are in, such as ``layers.0``; else the first and the last one.
+
+    "" where none is known.
+    """
+    paths = list(dict.fromkeys(filter(None, map(module_path, nodes))))
+    if not paths:
+        return ""
+    steps = zip(*(path.split(".") for path in paths), strict=False)
+    shared = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)]
+    return ".".join(shared) if shared else f"{paths[0]}..{paths[-1]}"
 
 
 def describe_ends(graph: GraphModule, static: Collection[int], report: GraphReport) -> None:

@@ -1,0 +1,130 @@
+"""Compiled code's names in traces, there while a profiler runs.
+
+Calls know nothing of profilers. A generated function finds each region by a global of its own; when
+a profiler starts, what these globals hold is put into a span, and taken out again when it stops.
+Off, there is nothing, not even a check.
+
+How a profiler's start is noticed: each of torch's (``torch.profiler.profile``, the one in
+``torch.autograd.profiler``, ``emit_nvtx``, ``emit_itt``) calls ``_run_on_profiler_start`` and
+``_run_on_profiler_stop`` of ``torch/autograd/profiler.py``, looked up as globals of that module, to
+keep its flag ``_is_profiler_enabled``. They are replaced by functions that call them and then look
+at the flag. Nothing else of torch's tells of a start. Read against torch 2.13. A profiler that is
+started from outside of Python (Kineto on demand) isn't noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+from torch.autograd import profiler
+
+log = logging.getLogger("fuseboard")
+
+#: What every span's name begins with.
+PREFIX = "fuseboard::"
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+_HOOKS = ("_run_on_profiler_start", "_run_on_profiler_stop")
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """A named stretch of a trace: ``fuseboard::`` and ``name``. Takes microseconds when off."""
+    return profiler.record_function(f"{PREFIX}{name}")
+
+
+class Spanned:
+    """Something to call, inside of a span."""
+
+    __slots__ = ("call", "name")
+
+    def __init__(self, call: Callable[..., Any], name: str) -> None:
+        self.call = call
+        self.name = name
+
+    def __call__(self, *args: Any) -> Any:
+        with span(self.name):
+            return self.call(*args)
+
+
+class _Traceable:
+    """The generated functions that live, and whether their globals are in spans now."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the collector may run anything in between
+        self._functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+        self._on = False
+        self._watching = False
+
+    def add(self, function: FunctionType, names: Mapping[str, Callable[[], str]]) -> None:
+        # On the function, not beside it: whatever it leads to must be able to die with it.
+        function.__fuseboard_spans__ = names  # type: ignore[attr-defined]
+        with self._lock:
+            self._watch()
+            self._functions.add(function)
+            self._on = profiler._is_profiler_enabled
+            if self._on:
+                _put_in(function)
+
+    def follow(self) -> None:
+        """Do as the profiler does now."""
+        with self._lock:
+            self._on = profiler._is_profiler_enabled
+            for function in list(self._functions):
+                (_put_in if self._on else _take_out)(function)
+
+    def _watch(self) -> None:
+        if self._watching:
+            return
+        self._watching = True
+        if not all(callable(getattr(profiler, name, None)) for name in _HOOKS):
+            log.info("traces won't show regions: this torch doesn't say when a profiler starts")
+            return
+        for name in _HOOKS:
+            setattr(profiler, name, _followed(getattr(profiler, name), self.follow))
+
+
+def _followed(hook: Callable[[], None], follow: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(hook)
+    def run() -> None:
+        hook()
+        follow()
+
+    return run
+
+
+def _put_in(function: Any) -> None:
+    held = function.__globals__
+    for place, name in function.__fuseboard_spans__.items():
+        if not isinstance(held[place], Spanned):
+            held[place] = Spanned(held[place], name())
+
+
+def _take_out(function: Any) -> None:
+    held = function.__globals__
+    for place in function.__fuseboard_spans__:
+        if isinstance(held[place], Spanned):
+            held[place] = held[place].call
+
+
+_traceable = _Traceable()
+
+
+def show_in_traces(
+    function: Callable[..., Any], names: Mapping[str, Callable[[], str]]
+) -> Callable[..., Any]:
+    """Name what a generated function calls in the traces of profilers, until it is freed.
+
+    :param names: the global of ``function``'s own that holds what is called → what makes its span's
+        name, which is asked when a profiler starts.
+    """
+    assert isinstance(function, FunctionType)
+    _traceable.add(function, names)
+    return function
