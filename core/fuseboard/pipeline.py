@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +51,7 @@ from fuseboard.profile.candidates import Candidate
 from fuseboard.profile.tuner import Tuner
 from fuseboard.report.data import CandidateReport, GraphReport, NodeReport, ledger
 from fuseboard.report.nodes import describe_ends, module_path, value_text
+from fuseboard.report.structured_trace import emit
 from fuseboard.torch_copies import copy_graph
 
 Claims = dict[str, list[Claim | Decline]]
@@ -128,9 +127,9 @@ class Pipeline:
         with compiling:
             report = self._report("joint")
             ledger.add(report)
-            with _timed(report, "fuse"):
+            with report.timed("fuse"):
                 joint = self._fuse_graph(joint, "joint", report, self._fusion_counter())
-            with _timed(report, "partition"):
+            with report.timed("partition"):
                 return self._split(
                     report,
                     {
@@ -173,10 +172,11 @@ class Pipeline:
                 return self._compile(graph, kind, report)
             finally:
                 ledger.add(report)
+                emit(report)
 
     def _compile(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> Boxed:
         work = self._begin(graph, kind, report)
-        with _timed(report, "partition"), collection_paused():
+        with report.timed("partition"), collection_paused():
             plans = self._plans(work)
             drafts = [self._cut(work, plan) for plan in plans]
         placed = dict(Counter(cut.backend for cut in drafts[0].cuts))
@@ -186,7 +186,7 @@ class Pipeline:
         visible = work.roles.visible_outputs if kind == "forward" else None
         kept = list(work.kept)
         runner = Runner(work.graph, work.captured, kind, kept, self.session, report, visible)
-        with _timed(report, "lower"):
+        with report.timed("lower"):
             if len(drafts) == 1:
                 self._lower(work, drafts[0], runner)
             else:
@@ -201,9 +201,9 @@ class Pipeline:
         graph = copy_graph(graph)
         counter = self._fusion_counter()
         if kind == "inference":
-            with _timed(report, "fuse"):
+            with report.timed("fuse"):
                 graph = self._fuse_graph(graph, kind, report, counter)
-        with _timed(report, "partition"), collection_paused():
+        with report.timed("partition"), collection_paused():
             kept = board_nodes(graph)
             wanted = self.pins.of(_placed(graph, kept))
             claims = self._claims(graph, kind, kept, wanted.excluded, report)
@@ -265,7 +265,14 @@ class Pipeline:
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
         book = Book.of(session, work.captured, work.kind, work.fixed, report)
         tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed)
-        tuner.start(defers=session.settings.settle == "background" and not is_symbolic(work.graph))
+        tuner.start(defers=self._defers(work))
+
+    def _defers(self, work: _Work) -> bool:
+        """Whether what takes long is compiled beside the first calls.
+
+        Guards that are added to symbolic sizes later would be lost.
+        """
+        return self.session.settings.settle == "background" and not is_symbolic(work.graph)
 
     def _real_inputs(
         self, placeholders: Sequence[Node], fixed: Collection[int]
@@ -364,9 +371,10 @@ class Pipeline:
                 return [plan]  # a planner that the user installed decides by itself
             plans = [] if session.eager_is_fallback_only and others else [self._eager_plan(work)]
             for info in others:
-                plans.append(self._plan(work, [info, eager], settings.repeats)[1])
-                if settings.repeats == "auto" and not info.compiles_quickly:
-                    plans.append(self._plan(work, [info, eager], "never")[1])
+                repeats = settings.repeats
+                if repeats == "auto" and not info.compiles_quickly and self._defers(work):
+                    repeats = "never"  # the whole graph runs at least as fast, and nobody waits
+                plans.append(self._plan(work, [info, eager], repeats)[1])
             plans.append(plan)
             return _unlike(plans)
         guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
@@ -433,6 +441,7 @@ class Pipeline:
         frame = f"{torch_internals.compile_id()} {self.frame}".strip()
         backends = tuple(info.name for info in self.session.backends)
         report = GraphReport(name=f"{kind}{number}", kind=kind, frame=frame, backends=backends)
+        report.left_out.update(self.session.left_out())
         report.notes.extend(self.session.notes)
         report.trips.extend(self._at_capture.trips)
         self._at_capture.trips.clear()
@@ -507,12 +516,3 @@ def _name(draft: _Draft) -> str:
     """What a candidate is called: the backends in it, and whether repeated blocks share code."""
     names = "+".join(dict.fromkeys(cut.backend for cut in draft.cuts)) or "eager"
     return f"{names} by blocks" if draft.plan.regions else names
-
-
-@contextmanager
-def _timed(report: GraphReport, stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -103,6 +103,24 @@ class Session:
             )
         return chosen[: last + 1]
 
+    def left_out(self) -> dict[str, str]:
+        """Installed backends that have no part in this, by name, with why."""
+        here = {info.name for info in self.backends}
+        why: dict[str, str] = {}
+        for name, state in self._states.items():
+            entry = self._entries.get(name)
+            if state.state != "ready":
+                only_wraps = entry is not None and entry.info is not None and entry.backend is None
+                why |= {} if only_wraps else {name: f"{state.state}: {state.reason}"}
+            elif entry is not None and entry.backend is not None and name not in here:
+                if self.settings.backends is not None:
+                    why[name] = "the setting backends doesn't name it, or names it after eager"
+                elif entry.backend.by_request:
+                    why[name] = "it runs only where the setting backends names it"
+                else:
+                    why[name] = "it is a candidate under the policy 'measured' only"
+        return why
+
     def _usable(self, named: tuple[str, ...]) -> list[str]:
         """The named backends that can be used; it is an error if none but eager is left."""
         usable, out = [], {}

@@ -45,6 +45,10 @@ def explain(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    wait: Annotated[
+        bool,
+        typer.Option(help="Try every candidate before reporting, those that compile slowly too."),
+    ] = False,
     html: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Write a page that draws the graphs; needs no network."),
@@ -62,7 +66,7 @@ def explain(
         html = html.absolute()  # the code may change the directory
         _check_writable(html)
     with redirect_stdout(sys.stderr):
-        explanation = run(target)
+        explanation = run(target, wait)
     if as_json:
         print(json.dumps(explanation.as_dict(), indent=2))
     else:
@@ -91,20 +95,24 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def run(target: str) -> Explanation:
+def run(target: str, wait: bool = False) -> Explanation:
     """Import the target, run it, and explain.
 
+    :param wait: until everything is decided, as far as the target's result keeps it alive.
     :raises TargetError: the target isn't there, or returns what can't be explained.
     """
     function = _named(target)
 
+    import fuseboard
     from fuseboard.report import explain as report
 
     with report.explained() as explanation:
         result = function()
+        if wait:
+            fuseboard.wait()
     if isinstance(result, tuple) and result and callable(result[0]):
         model, args, kwargs = _call(result, target)
-        return report.explain(model, *args, **kwargs)
+        return report.explain_call(model, args, kwargs, settled=wait)
     if not explanation.graphs and not explanation.breaks:
         raise TargetError(
             f"{target} returned {_described(result)} and compiled nothing with fuseboard. "

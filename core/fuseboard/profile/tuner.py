@@ -33,6 +33,7 @@ from fuseboard.profile.candidates import Candidate
 from fuseboard.profile.choose import choose
 from fuseboard.profile.costs import Decision
 from fuseboard.profile.measure import measure_calls
+from fuseboard.report.structured_trace import emit
 from fuseboard.torch_symbols import compiling_in_a_call
 
 log = logging.getLogger("fuseboard")
@@ -68,6 +69,7 @@ class Tuner:
         self._chosen: Candidate | None = None
         self._lock = threading.RLock()
         self._due: list[Candidate] = []
+        self._comparisons = 0
         self._kept = _Kept()
         self._call: Boxed = torch.compiler.disable(self._tune)  # Dynamo must not trace it
 
@@ -215,7 +217,8 @@ class Tuner:
         due, self._due = self._due, []
         order = [c for c in self._candidates if c in due or c is self._chosen]
         proofs = Proofs(values=self._session.settings.verify != "off", references={})
-        with compiling, compiling_in_a_call(self._mode), background.worker.paused():
+        profiling = self._report.timed("profile")
+        with compiling, compiling_in_a_call(self._mode), background.worker.paused(), profiling:
             for candidate in order:
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
@@ -239,6 +242,7 @@ class Tuner:
         self._report.decided = "measured in a call"
         self._install(winner)
         self._book.record(winner.name, self._report.candidates, self.settled)
+        emit(self._report)
 
     def _verify(self, candidate: Candidate, inputs: list[Any], proofs: Proofs) -> bool:
         """Whether a candidate keeps its contract and computes the right values."""
@@ -279,8 +283,10 @@ class Tuner:
         for number, error in errors.items():
             self._failed(right[number], "profile", error)
         left = [(c, m) for c, m in zip(right, measured, strict=True) if c.program is not None]
+        self._comparisons += 1
         for candidate, found in left:
             told = candidate.told
+            told.comparison = self._comparisons
             told.latency_us, told.low_us, told.high_us = (
                 found.latency_us,
                 found.low_us,
@@ -321,6 +327,7 @@ class Tuner:
     def _run_eager(self) -> None:
         """No candidate is right: the captured graph runs op by op."""
         self._report.notes.append("no candidate is right on this call: eager runs the graph")
+        emit(self._report)
 
     def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> None:
         """A candidate is out.

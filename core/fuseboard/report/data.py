@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ class CandidateReport:
     :ivar state: ``chosen``, ``slower``, ``failed``, ``waiting`` to be compiled, or ``untried``.
     :ivar latency_us: the median of its calls; ``low_us`` and ``high_us`` are their quartiles. None
         where it wasn't timed.
+    :ivar comparison: the number of the comparison that its times are of: within one, candidates
+        are called in turn. None where it wasn't timed in this process.
     :ivar compile_s: what lowering it took, here or in the process that did it.
     :ivar problem: why it failed or wasn't tried.
     """
@@ -104,6 +107,7 @@ class CandidateReport:
     latency_us: float | None = None
     low_us: float | None = None
     high_us: float | None = None
+    comparison: int | None = None
     compile_s: float | None = None
     peak_bytes: int | None = None
     problem: str = ""
@@ -123,6 +127,7 @@ class GraphReport:
     :ivar candidates: under the policy ``measured``, in order of preference.
     :ivar decided: how the choice among them was made, in words; "" where there was none.
     :ivar settled: no candidate waits to be tried.
+    :ivar left_out: installed backends that had no part in it → why.
     """
 
     name: str
@@ -132,6 +137,7 @@ class GraphReport:
     candidates: list[CandidateReport] = field(default_factory=list)
     decided: str = ""
     settled: bool = True
+    left_out: dict[str, str] = field(default_factory=dict)
     inputs: list[InputReport] = field(default_factory=list)
     outputs: tuple[str, ...] = ()
     nodes: list[NodeReport] = field(default_factory=list)
@@ -140,6 +146,16 @@ class GraphReport:
     trips: list[Trip] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Count what the block takes among a stage's seconds."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for JSON."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,25 +14,13 @@ from torch.utils._pytree import tree_leaves
 from fuseboard.backend import fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
-from fuseboard.report.data import Break, GraphReport, NodeReport, ledger
+from fuseboard.profile.background import wait
+from fuseboard.report.data import Break, GraphReport, ledger
 from fuseboard.report.dynamo import compiled_apart, compiled_from, watch
+from fuseboard.report.elsewhere import elsewhere
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Ops of a graph that aren't on the first backend, for one reason.
-
-    :ivar ops: op → how many.
-    :ivar sources: the user's lines that they come from, ``file:line``.
-    """
-
-    backend: str
-    reason: str
-    ops: dict[str, int]
-    sources: tuple[str, ...]
 
 
 @dataclass
@@ -88,27 +75,6 @@ class Explanation:
         return as_text(self)
 
 
-def elsewhere(graph: GraphReport) -> list[Elsewhere]:
-    """Why ops aren't on the first backend, largest group first. The board's own aren't counted."""
-    if not graph.backends:
-        return []
-    first = graph.backends[0]
-    groups: dict[tuple[str, str], list[NodeReport]] = {}
-    for node in graph.nodes:
-        if node.backend not in (first, "board"):
-            reason = node.declined.get(first) or node.reason
-            groups.setdefault((node.backend, reason), []).append(node)
-    return [
-        Elsewhere(
-            backend=backend,
-            reason=reason,
-            ops=dict(Counter(node.op for node in nodes).most_common()),
-            sources=tuple(dict.fromkeys(node.source for node in nodes if node.source)),
-        )
-        for (backend, reason), nodes in sorted(groups.items(), key=lambda item: -len(item[1]))
-    ]
-
-
 # --- the newest compile -------------------------------------------------------------------------
 
 
@@ -143,6 +109,10 @@ def explained() -> Iterator[Explanation]:
 # --- one call -----------------------------------------------------------------------------------
 
 
+#: A call lets what was compiled be compared; a second one, what only this process can compile.
+_CALLS_TO_SETTLE = 3
+
+
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Compile ``fn`` with fuseboard, call it once with these arguments, and say what happened.
 
@@ -158,6 +128,22 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
     What the call or Dynamo raises passes through.
     """
+    return explain_call(fn, args, kwargs)
+
+
+def explain_call(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    settled: bool = False,
+) -> Explanation:
+    """As :func:`explain`, on given arguments.
+
+    :param settled: explain it once every candidate has been tried, which may take minutes. Where
+        that needs further calls, they are made.
+    """
+    kwargs = dict(kwargs or {})
     given = compiled_from(fn)
     options: Mapping[str, Any] = {}
     how: Mapping[str, Any] = {}
@@ -180,9 +166,26 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         explanation.notes.extend(notes)
         stack.enter_context(state_kept(original))
         compiled = stack.enter_context(compiled_apart(with_code(original), backend, how))
-        result = compiled(*args, **kwargs)
-        _run_backward(result, (args, kwargs))
+
+        def run() -> None:
+            _run_backward(compiled(*args, **kwargs), (args, kwargs))
+
+        run()
+        if settled:
+            _settle(run)
     return explanation
+
+
+def _settle(run: Callable[[], None]) -> None:
+    """Wait until all is decided; what needs another call for that has one.
+
+    Not more than a few: a call whose values are wrong in all of them never settles.
+    """
+    for _ in range(_CALLS_TO_SETTLE):
+        if wait():
+            return
+        run()
+    wait()
 
 
 def with_code(fn: Callable[..., Any]) -> Callable[..., Any]:

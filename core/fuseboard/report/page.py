@@ -29,6 +29,7 @@ from fuseboard.contracts import Trip
 from fuseboard.report import words
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.report.dynamo import readable
+from fuseboard.report.elsewhere import elsewhere, foremost
 from fuseboard.report.folding import Box, fold
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ def render_page(explanation: Explanation, title: str = "") -> str:
 
     :param title: of the page; without one, the explained functions are named.
     """
-    from fuseboard.report.explain import elsewhere
     from fuseboard.report.text import summary
 
     scripts = [_script(name) for name in _SCRIPTS]
@@ -69,6 +69,7 @@ def render_page(explanation: Explanation, title: str = "") -> str:
             graphs=explanation.graphs,
             backends=_backends(explanation.graphs),
             elsewhere=elsewhere,
+            foremost=foremost,
             styles=_backend_styles(explanation.graphs),
             style=style,
             scripts=scripts,

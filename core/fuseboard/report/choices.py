@@ -1,0 +1,176 @@
+"""How reports tell the choice among a graph's candidates, in text and on the page alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fuseboard.report import words
+from fuseboard.report.data import CandidateReport, GraphReport
+
+#: What is shown where there is no number.
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate as people read it; what isn't known is ``-`` or "".
+
+    :ivar quartiles: between which half of its calls were.
+    :ivar factor: how many times as fast as eager; with ``≈`` where the two weren't called in turn.
+    :ivar problem: why it is out, where no trip of the report says so already.
+    """
+
+    name: str
+    state: str
+    latency: str
+    quartiles: str
+    factor: str
+    compile: str
+    problem: str
+
+
+def rows(graph: GraphReport) -> list[Row]:
+    """One for each candidate, in order of preference."""
+    return [
+        Row(
+            name=told.name,
+            state=told.state,
+            latency=NONE if told.latency_us is None else duration(told.latency_us),
+            quartiles=_quartiles(told),
+            factor=_factor(told, eager(graph)) or NONE,
+            compile=NONE if told.compile_s is None else duration(told.compile_s * 1e6),
+            problem=problem(graph, told),
+        )
+        for told in graph.candidates
+    ]
+
+
+def eager(graph: GraphReport) -> CandidateReport | None:
+    """The candidate that is eager alone, if it was timed."""
+    found = (told for told in graph.candidates if told.name == "eager")
+    return next((told for told in found if told.latency_us), None)
+
+
+def chosen(graph: GraphReport) -> CandidateReport | None:
+    return next((told for told in graph.candidates if told.state == "chosen"), None)
+
+
+def problem(graph: GraphReport, told: CandidateReport) -> str:
+    """Why a candidate is out, unless a trip says it in full."""
+    return "" if any(told.problem == trip.error for trip in graph.trips) else told.problem
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def why(graph: GraphReport) -> str:
+    """Why the winner won, in one sentence; "" where nothing was compared."""
+    winner = chosen(graph)
+    if winner is None:
+        return "no candidate was right: eager runs" if _all_failed(graph) else ""
+    rivals = [told for told in graph.candidates if told.latency_us and told is not winner]
+    rivals = [told for told in rivals if told.comparison == winner.comparison]
+    rivals = [told for told in rivals if told.state == "slower"]
+    if not winner.latency_us or not rivals:
+        return _alone(graph, winner)
+    best = min(rivals, key=lambda told: told.latency_us or 0.0)
+    assert best.latency_us is not None
+    gain = 1 - winner.latency_us / best.latency_us
+    if gain < 0:
+        lag = 1 - best.latency_us / winner.latency_us
+        return (
+            f"{winner.name} is preferred: {best.name} takes {_percent(lag)} less, which is "
+            "not enough to leave what is simpler or comes first (the setting margin)"
+        )
+    told = f"{winner.name} is the fastest: {duration(winner.latency_us)} a call, "
+    told += f"{_percent(gain)} less than {best.name}"
+    base = eager(graph)
+    if base is not None and base not in (winner, best) and (factor := _factor(winner, base)):
+        told += f" and {factor} times as fast as eager"
+    return told + ("; their quartiles overlap" if _overlap(winner, best) else "")
+
+
+def _alone(graph: GraphReport, winner: CandidateReport) -> str:
+    """Why a candidate runs that was timed beside no other one."""
+    others = Counter(told.state for told in graph.candidates if told is not winner)
+    if not others:
+        return f"{winner.name} is the only candidate"
+    if others["slower"]:
+        return f"{winner.name} won an earlier comparison"
+    if others["failed"] == others.total():
+        return f"{winner.name} is the only candidate that was right"
+    return f"{winner.name} runs until others have been tried"
+
+
+def _all_failed(graph: GraphReport) -> bool:
+    return bool(graph.candidates) and all(told.state == "failed" for told in graph.candidates)
+
+
+def pending(graph: GraphReport) -> str:
+    """What is still to be tried; "" once the graph has settled."""
+    if graph.settled:
+        return ""
+    names = [told.name for told in graph.candidates if told.state in ("waiting", "untried")]
+    waiting = f"{words.first(names)} {'waits' if len(names) == 1 else 'wait'} to be tried; "
+    return f"not settled yet: {waiting if names else ''}fuseboard.wait() waits for it"
+
+
+def untried(graph: GraphReport) -> dict[str, str]:
+    """Backends that are in no candidate, with why; those that took no op first.
+
+    Nothing where nothing was compared.
+    """
+    if not graph.candidates:
+        return {}
+    inside = {name for told in graph.candidates for name in told.name.split(" ")[0].split("+")}
+    idle = [name for name in graph.backends if name not in inside and name != "eager"]
+    return {**{name: _no_op(graph, name) for name in idle}, **graph.left_out}
+
+
+def _no_op(graph: GraphReport, backend: str) -> str:
+    """Why a backend has no op of a graph: its most frequent reason."""
+    reasons = Counter(reason for node in graph.nodes if (reason := node.declined.get(backend)))
+    return f"it took no op: {reasons.most_common(1)[0][0]}" if reasons else "it took no op"
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def duration(us: float) -> str:
+    """A time in the unit that suits it, to three digits."""
+    unit, size = _unit(us)
+    return f"{_digits(us / size)} {unit}"
+
+
+def _unit(us: float) -> tuple[str, float]:
+    return ("µs", 1.0) if us < 999.5 else ("ms", 1e3) if us < 999.5e3 else ("s", 1e6)
+
+
+def _digits(value: float) -> str:
+    """Three digits, but no more than two behind the point."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def _quartiles(told: CandidateReport) -> str:
+    if told.low_us is None or told.high_us is None:
+        return NONE
+    unit, size = _unit(told.high_us)
+    return f"{_digits(told.low_us / size)}-{_digits(told.high_us / size)} {unit}"
+
+
+def _factor(told: CandidateReport, base: CandidateReport | None) -> str:
+    if base is None or not base.latency_us or not told.latency_us:
+        return ""
+    loosely = "≈" if told.comparison != base.comparison else ""
+    return f"{loosely}{base.latency_us / told.latency_us:.2f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def _overlap(one: CandidateReport, other: CandidateReport) -> bool:
+    if None in (one.low_us, one.high_us, other.low_us, other.high_us):
+        return False
+    return one.low_us <= other.high_us and other.low_us <= one.high_us  # type: ignore[operator]

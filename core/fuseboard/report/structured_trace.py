@@ -1,0 +1,34 @@
+"""Reports in torch's structured trace, where tools such as tlparse show them beside torch's own.
+
+The trace is on where the environment variable ``TORCH_TRACE`` names a directory.
+"""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Group
+
+from fuseboard import torch_internals
+from fuseboard.report.data import GraphReport
+from fuseboard.report.graph_text import graph_parts, plain
+
+
+def emit(report: GraphReport) -> None:
+    """Write a graph's report as it is now, as JSON and as text; nothing where nobody traces."""
+    if not torch_internals.traces_structured():
+        return
+    compile_id = report.frame.partition(" ")[0]
+    name = f"fuseboard_{report.name}"
+    for encoding, write in (("json", _json), ("string", _text)):
+        torch_internals.trace_artifact(name, encoding, write(report), compile_id)
+
+
+def _json(report: GraphReport) -> str:
+    return json.dumps(report.as_dict(), indent=1)
+
+
+def _text(report: GraphReport) -> str:
+    text = plain(Group(*graph_parts(report)))
+    # A file's name may hold bytes that are no text; Python has them as lone surrogates.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
