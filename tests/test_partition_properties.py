@@ -22,7 +22,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from fuseboard import Claim, Decline, pipeline
 from fuseboard.board import board
 from fuseboard.config import resolve
-from fuseboard.lower.runner import Runner, Site
+from fuseboard.lower.program import Site
+from fuseboard.lower.runner import Runner
 from fuseboard.partition.stages import keeps_order
 from fuseboard.pipeline import Pipeline
 from fuseboard.report.data import GraphReport, ledger
@@ -110,7 +111,8 @@ def partition(recipe: Recipe, first: Claims, second: Claims, **options: Any) -> 
         with recorded() as runners, torch._guards.tracing(context), mode:
             call = Pipeline(session, "test").compile(graph, values, "inference")
     (report,), (runner,) = ledger.graphs(), runners
-    return Partitioned(runner.graph, runner.sites, list(runner.kept), report, call)
+    shared = runner.board
+    return Partitioned(shared.graph, runner.program.sites, list(shared.kept), report, call)
 
 
 def search(examples: int) -> Any:

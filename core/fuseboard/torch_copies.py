@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -49,37 +50,70 @@ def copy_nodes(nodes: Iterable[Node], into: Graph, copies: dict[Node, Node]) -> 
 
     :param copies: node → its copy, for all that these nodes read; those made here are added.
     """
-    if _is_known():
-        _append(nodes, into, copies)
-        return
-    for node in nodes:
-        copies[node] = into.node_copy(node, copies.__getitem__)
-
-
-def _append(nodes: Iterable[Node], into: Graph, copies: dict[Node, Node]) -> None:
-    """What ``create_node`` does, less what the module's docstring names."""
-    names = into._graph_namespace
-    found = into._find_nodes_lookup_table.table
-    append = into._root.prepend  # the root closes the ring of nodes
+    append = _appender(into)
     copy_of = copies.__getitem__
     for node in nodes:
-        op, target, name = node.op, node.target, node.name
         kwargs = node.kwargs
-        new = copies[node] = Node(
-            into,
-            name,
-            op,
-            target,
+        new = copies[node] = append(
+            node.op,
+            node.name,
+            node.target,
             map_arg(node.args, copy_of),
             map_arg(kwargs, copy_of) if kwargs else kwargs,
             node.type,
         )
         new.meta.update(node.meta)
-        names._used_names.add(name)
-        names._obj_to_name[new] = name
-        append(new)
-        found[op, target if op == "call_function" else None][new] = None
-        into._len += 1
+
+
+def part_of_graph(
+    inputs: Iterable[Node], body: Iterable[Node], outputs: Iterable[Node]
+) -> tuple[Graph, list[Node]]:
+    """A graph of copies of some of a graph's nodes, and its placeholders; no module owns it yet.
+
+    :param inputs: nodes that become placeholders, with their names and metadata.
+    :param body: nodes in an order in which they can run.
+    """
+    graph = Graph()
+    append = _appender(graph)
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        new = copies[node] = append("placeholder", node.name, node.name, (), {}, None)
+        new.meta.update(node.meta)
+    placeholders = list(copies.values())
+    copy_nodes(body, graph, copies)
+    graph.output(tuple(copies[node] for node in outputs))
+    return graph, placeholders
+
+
+Append = Callable[[str, str, Any, Any, Any, Any], Node]
+
+
+def _appender(graph: Graph) -> Append:
+    """What appends a node of an op, name, target, args, kwargs and type to a graph."""
+    if _is_known():
+        return _Appender(graph)
+    return lambda op, name, target, args, kwargs, kind: graph.create_node(
+        op, target, args, kwargs, name, kind
+    )
+
+
+class _Appender:
+    """What ``create_node`` does, less what the module's docstring names."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._names = graph._graph_namespace
+        self._found = graph._find_nodes_lookup_table.table
+        self._append = graph._root.prepend  # the root closes the ring of nodes
+
+    def __call__(self, op: str, name: str, target: Any, args: Any, kwargs: Any, kind: Any) -> Node:
+        node = Node(self._graph, name, op, target, args, kwargs, kind)
+        self._names._used_names.add(name)
+        self._names._obj_to_name[node] = name
+        self._append(node)
+        self._found[op, target if op == "call_function" else None][node] = None
+        self._graph._len += 1
+        return node
 
 
 @functools.cache

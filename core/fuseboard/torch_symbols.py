@@ -30,10 +30,15 @@ def symbolic_numbers(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [number for item in value for number in symbolic_numbers(item)]
     if isinstance(value, torch.Tensor):
-        if not getattr(value, "_has_symbolic_sizes_strides", True):
+        if is_plain(value):
             return []  # as nearly always: looking at each number takes a hundred times as long
         return [number for number in measures(value) if isinstance(number, NUMBERS)]
     return [value] if isinstance(value, NUMBERS) else []
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether all of a tensor's sizes and strides are known to be plain numbers at a glance."""
+    return not getattr(tensor, "_has_symbolic_sizes_strides", True)
 
 
 def expression(number: Any) -> Any:

@@ -80,23 +80,25 @@ def arbitrate(
     :param refused: node → reason.
     """
     result: list[Claim | Decline] = []
+    open_to_it = nodes.keys() - refused.keys()
     together = any(isinstance(answer, Claim) and answer.together for answer in answers)
     position = {name: number for number, name in enumerate(nodes)} if together else {}
     dropped: dict[str, str] = {}
     for answer in answers:
         if isinstance(answer, Decline):
-            if answer.node in nodes and answer.node not in refused:
+            if answer.node in open_to_it:
                 result.append(answer)
             continue
-        allowed = frozenset(n for n in answer.nodes if n in nodes and n not in refused)
+        allowed = answer.nodes & open_to_it
         reason = _why_not_whole(answer, refused, nodes, position) if answer.together else None
         if reason is not None:
             dropped.update(dict.fromkeys(allowed, reason))
         elif allowed:
             result.append(replace(answer, nodes=allowed, native=answer.native & allowed))
-    said = {answer.node for answer in result if isinstance(answer, Decline)}
-    said.update(n for claim in result if isinstance(claim, Claim) for n in claim.nodes)
-    result.extend(Decline(name, reason) for name, reason in dropped.items() if name not in said)
+    if dropped:
+        said = {answer.node for answer in result if isinstance(answer, Decline)}
+        said.update(n for claim in result if isinstance(claim, Claim) for n in claim.nodes)
+        result.extend(Decline(name, reason) for name, reason in dropped.items() if name not in said)
     result.extend(Decline(name, reason) for name, reason in refused.items())
     return result
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fuseboard import torch_internals
+from fuseboard import torch_internals, torch_symbols
 
 #: One core of a current server CPU, float32: the ratio is what matters, not the values.
 FLOPS_PER_US = 50_000.0
@@ -19,11 +20,27 @@ _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot"}
 
 def estimate_us(node: Node) -> float:
     """A roofline estimate of one eager call of a node, in microseconds; views cost nothing."""
-    if is_free(node):
-        return 0.0
-    inputs = [used.meta.get("val") for used in node.all_input_nodes]
-    traffic = value_bytes(node.meta.get("val")) + sum(value_bytes(value) for value in inputs)
-    return max(_flops(node) / FLOPS_PER_US, traffic / BYTES_PER_US)
+    return estimates_us([node])[node]
+
+
+def estimates_us(nodes: Iterable[Node]) -> dict[Node, float]:
+    """:func:`estimate_us` of many nodes; each value is looked at once for all its readers."""
+    known: dict[Node, float] = {}
+
+    def own_bytes(node: Node) -> float:
+        found = known.get(node)
+        if found is None:
+            found = known[node] = value_bytes(node.meta.get("val"))
+        return found
+
+    estimates: dict[Node, float] = {}
+    for node in nodes:
+        if is_free(node):
+            estimates[node] = 0.0
+            continue
+        traffic = own_bytes(node) + sum(map(own_bytes, node.all_input_nodes))
+        estimates[node] = max(_flops(node) / FLOPS_PER_US, traffic / BYTES_PER_US)
+    return estimates
 
 
 def is_free(node: Node) -> bool:
@@ -42,18 +59,19 @@ def is_view(node: Node) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_holds_tensor(item) for item in value)
-    return isinstance(value, torch.Tensor)
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, list | tuple) and any(map(_holds_tensor, value))
 
 
 def value_bytes(value: Any) -> float:
     """The bytes of a fake value's elements, of several values together."""
+    if isinstance(value, torch.Tensor):
+        count = value.numel() if torch_symbols.is_plain(value) else math.prod(sizes(value))
+        return float(count) * value.dtype.itemsize
     if isinstance(value, list | tuple):
-        return sum(value_bytes(item) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return 0.0
-    return float(math.prod(sizes(value))) * value.dtype.itemsize
+        return sum(map(value_bytes, value))
+    return 0.0
 
 
 def sizes(value: torch.Tensor) -> list[int]:
@@ -69,11 +87,13 @@ def is_contraction(node: Node) -> bool:
 
 def is_creation(node: Node) -> bool:
     """Whether a node makes a tensor from constants and sizes alone, always the same one."""
+    for used in node.all_input_nodes:
+        if _holds_tensor(used.meta.get("val")):
+            return False  # nearly always
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
         and isinstance(node.meta.get("val"), torch.Tensor)
-        and not any(_holds_tensor(used.meta.get("val")) for used in node.all_input_nodes)
         and torch.Tag.nondeterministic_seeded not in target.tags
         and not node.is_impure()
     )

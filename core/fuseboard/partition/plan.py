@@ -7,7 +7,8 @@ the user pinned is where the pins say, and counts against nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -48,7 +49,7 @@ def plan_by_priority(
 ) -> Plan:
     """The first backend in order that gains by a node gets it."""
     order = [info.name for info in backends]
-    everything = {n for c in claims[order[-1]] if isinstance(c, Claim) for n in c.nodes}
+    everything = _claimed(claims[order[-1]])
     nodes = [node for node in graph.graph.nodes if node.name in everything]
     work = {node.name: us for node, us in estimates_us(nodes).items()}
     names = [node.name for node in nodes]
@@ -59,12 +60,12 @@ def plan_by_priority(
     chosen = _choose(nodes, worthwhile, order, pins)
     chosen = pull_views(nodes, chosen, claims, pins)
     placements = _without_crumbs(chosen, work, order, min_region_us, pins)
-    regions = len(set(stage_nodes(nodes, placements).values()))
+    whole = next(name for name in order if _takes_rest(name, claims[name], names, pins))
+    regions = len(set(stage_nodes(nodes, placements).values())) if whole != order[-1] else 0
     if regions > MAX_REGIONS:
-        whole = next(name for name in order if _takes_rest(name, claims[name], names, pins))
         all_there = {name: pins.get(name, whole) for name in names}
         joined = apart(nodes, all_there, claims)
-        if whole != order[-1] and not (joined and contraction_cycle(nodes, joined)):
+        if not (joined and contraction_cycle(nodes, joined)):
             reason = f"{whole} can run all of it; the plan by priority had {regions} regions"
             placements = all_there
             reasons = {n: f"pinned to {pins[n]}" if n in pins else reason for n in names}
@@ -108,16 +109,21 @@ def _worthwhile(
     work: Mapping[str, float],
 ) -> list[Claim]:
     """A backend's claims, less those that carry what a later backend would run natively."""
-    elsewhere = {node for rival in later[:-1] for node in _native(claims[rival])}
+    native = [_native(claims[rival]) for rival in later[:-1]]
     found = []
     for claim in claims[name]:
         if isinstance(claim, Claim):
-            total = sum(work.get(node, 0.0) for node in claim.nodes)
-            native = sum(work.get(node, 0.0) for node in claim.native)
             carried = claim.nodes - claim.native
-            if not carried & elsewhere or native >= MIN_NATIVE_SHARE * total:
+            if all(carried.isdisjoint(others) for others in native) or (
+                _total(work, claim.native) >= MIN_NATIVE_SHARE * _total(work, claim.nodes)
+            ):
                 found.append(claim)
     return found
+
+
+def _total(work: Mapping[str, float], names: Collection[str]) -> float:
+    """The sum, the same in whatever order sets hand out their items."""
+    return math.fsum(work.get(name, 0.0) for name in names)
 
 
 def _choose(
@@ -137,7 +143,7 @@ def _choose(
         taken: list[Claim] = []
         for backend in order:
             for claim in sorted(claims[backend], key=lambda claim: not claim.together):
-                free = [name for name in claim.nodes if name not in chosen]
+                free = claim.nodes - chosen.keys()
                 if claim.together and all(chosen.get(n) == backend for n in claim.nodes):
                     taken.append(claim)  # all of it is pinned
                 elif not claim.together:
@@ -191,8 +197,12 @@ def apart(
     return tuple(found)
 
 
+def _claimed(answers: Sequence[Claim | Decline]) -> set[str]:
+    return set().union(*(claim.nodes for claim in answers if isinstance(claim, Claim)))
+
+
 def _native(answers: Sequence[Claim | Decline]) -> set[str]:
-    return {name for claim in answers if isinstance(claim, Claim) for name in claim.native}
+    return set().union(*(claim.native for claim in answers if isinstance(claim, Claim)))
 
 
 def _takes_rest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from fuseboard import torch_internals
 from fuseboard.partition.estimate import is_creation
 from fuseboard.partition.places import Place
 from fuseboard.partition.stages import stage_nodes
-from fuseboard.torch_copies import copy_nodes
+from fuseboard.torch_copies import part_of_graph
 
 
 @dataclass
@@ -22,13 +23,21 @@ class Cut:
 
     :ivar inputs: nodes of the outer graph, in the order of the region's placeholders.
     :ivar outputs: nodes of the outer graph, in the order of the region's outputs.
+    :ivar owner: the outer graph, which holds the constants.
     """
 
     place: Place
+    owner: GraphModule
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
-    graph: GraphModule | None = None
+    written: Graph | None = None
+
+    @functools.cached_property
+    def graph(self) -> GraphModule:
+        """The region's graph; of isomorphic regions one will do, so it is made when asked for."""
+        assert self.written is not None, "filled in when it is cut"
+        return torch_internals.graph_module(self.owner, self.written, "Region")
 
     @property
     def backend(self) -> str:
@@ -54,12 +63,15 @@ def cut_regions(
     places = stage_nodes(nodes, placements, regions, merge)
     cuts: dict[Place, Cut] = {}
     for node in nodes:
-        cuts.setdefault(places[node], Cut(places[node])).nodes.append(node)
+        place = places[node]
+        if place not in cuts:
+            cuts[place] = Cut(place, graph)
+        cuts[place].nodes.append(node)
     ordered = [cuts[key] for key in sorted(cuts)]
     for cut in ordered:
         if cut.place.planned >= 0:
             _follow(cut, regions[cut.place.planned])
-    extraction = _Extraction(graph, kept, places, position)
+    extraction = _Extraction(_symbol_placeholders(graph), kept, places, position)
     for cut in ordered:
         extraction.fill(cut)
     return ordered
@@ -77,16 +89,15 @@ class _Extraction:
 
     def __init__(
         self,
-        graph: GraphModule,
+        symbols: Mapping[Any, Node],
         kept: set[Node],
         places: Mapping[Node, Place],
         position: Mapping[Node, int],
     ) -> None:
-        self.graph = graph
+        self.symbols = symbols
         self.kept = kept
         self.places = places
         self.position = position
-        self.symbols = _symbol_placeholders(graph)
         self._creations: dict[Node, bool] = {}
 
     def fill(self, cut: Cut) -> None:
@@ -94,14 +105,7 @@ class _Extraction:
 
         A planned region's inputs come in the order of first use, so that isomorphic ones agree.
         """
-        body = self._body(cut)
-        inside = set(body)
-        inputs: dict[Node, None] = {}
-        attributes: dict[Node, None] = {}
-        for node in body:
-            for used in node.all_input_nodes:
-                if used not in inside:
-                    (attributes if used.op == "get_attr" else inputs)[used] = None
+        body, inputs, attributes = self._body(cut)
         for node in [*body, *inputs] if self.symbols else ():
             for symbol in _symbols_of(node):
                 if symbol in self.symbols:
@@ -110,33 +114,34 @@ class _Extraction:
         if cut.place.planned < 0:
             cut.inputs.sort(key=self.position.__getitem__)
         cut.outputs = [node for node in cut.nodes if self._read_outside(node, node, cut.place)]
-        region = Graph()
-        new: dict[Node, Node] = {}
-        for node in cut.inputs:
-            new[node] = region.create_node("placeholder", node.name, name=node.name)
-            new[node].meta = dict(node.meta)
-            new[node].meta.pop("unbacked_bindings", None)  # bound where it is made, not here
-        copy_nodes([*attributes, *body], region, new)
-        region.output(tuple(new[node] for node in cut.outputs))
-        cut.graph = torch_internals.graph_module(self.graph, region, "Region")
+        cut.written, placeholders = part_of_graph(cut.inputs, [*attributes, *body], cut.outputs)
+        for placeholder in placeholders:  # bound where it is made, not here
+            placeholder.meta.pop("unbacked_bindings", None)
 
-    def _body(self, cut: Cut) -> list[Node]:
-        """The cut's nodes, each with copies of what it reads of the board's right before it."""
+    def _body(self, cut: Cut) -> tuple[dict[Node, None], dict[Node, None], dict[Node, None]]:
+        """The cut's nodes and what they read from outside: (nodes, inputs, attributes).
+
+        Right before each node come copies of what it reads of the board's.
+        """
         own = set(cut.nodes)
         body: dict[Node, None] = {}
-        for node in cut.nodes:
-            pending = [node]
+        inputs: dict[Node, None] = {}
+        attributes: dict[Node, None] = {}
+        pending: list[Node] = []
+        for first in cut.nodes:
+            pending.append(first)
             while pending:
-                needed = [
-                    used
-                    for used in pending[-1].all_input_nodes
-                    if used not in body and used not in own and self._copied(used, cut.place)
-                ]
+                node = pending[-1]
+                read = [used for used in node.all_input_nodes if used not in own]
+                needed = [u for u in read if u not in body and self._copied(u, cut.place)]
                 if needed:
                     pending.extend(needed)
-                else:
-                    body[pending.pop()] = None
-        return list(body)
+                    continue
+                body[pending.pop()] = None
+                for used in read:
+                    if used not in body:
+                        (attributes if used.op == "get_attr" else inputs)[used] = None
+        return body, inputs, attributes
 
     def _copied(self, node: Node, place: Place) -> bool:
         """Whether a region that reads this node gets a copy of it instead of its value."""
@@ -155,10 +160,12 @@ class _Extraction:
         """Whether a value, or what the board makes of it in ``node``, is needed out of reach."""
         for user in node.users:
             home = self.places.get(user)
+            if home == place:
+                continue
             if user in self.kept:
                 if self._read_outside(value, user, place):
                     return True
-            elif home is None or (home != place and not self._copied(value, home)):
+            elif home is None or not self._copied(value, home):
                 return True
         return False
 

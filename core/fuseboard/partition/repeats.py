@@ -21,7 +21,7 @@ from torch.fx import Node
 from fuseboard.contracts import BackendInfo, Repeats
 from fuseboard.partition.estimate import (
     BYTES_PER_US,
-    estimate_us,
+    estimates_us,
     is_contraction,
     is_creation,
     is_free,
@@ -80,7 +80,7 @@ def repeated_regions(
     notes: list[str] = []
     if mode == "never":
         return regions, notes
-    total_us = sum(map(estimate_us, nodes))
+    total_us = sum(estimates_us(nodes).values()) if mode == "auto" else 0.0
     for info in backends:
         if mode == "auto" and (info.compiles_quickly or info is backends[-1]):
             continue

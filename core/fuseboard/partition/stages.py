@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -35,25 +35,43 @@ def stage_nodes(
     :param merge: whether independent regions of one backend become one.
     """
     placed = [node for node in nodes if node.name in placements]
+    backends = {placements[node.name] for node in placed}
+    if len(backends) == 1 and not regions:  # nothing waits for another backend
+        return dict.fromkeys(placed, Place(0, backends.pop()))
     units = _units(placed, regions)
-    reads = _reads(placed)
+    ordered = order_keepers(placed)
+    reads = _reads(placed, ordered)
     places: dict[Node, Place] = {}
     for unit in _ordered(placed, units, reads):
-        first = unit[0]
-        inside = set(unit)
-        backend, planned = placements[first.name], units[first]
-        stage = 0
-        for used in (used for node in unit for used in reads[node] if used not in inside):
-            place = places[used]
-            together = planned < 0 and place.planned < 0 and place.backend == backend
-            stage = max(stage, place.stage if together else place.stage + 1)
+        place = _earliest(unit, placements[unit[0].name], max(units[unit[0]], -1), reads, places)
         for node in unit:
-            places[node] = Place(stage, backend, max(planned, -1))
-    _sink(placed, reads, places)
+            places[node] = place
+    _sink(placed, ordered, reads, places)
     _join_readers(placed, places)
     if merge:
         merge_places(reads, places)
     return places
+
+
+def _earliest(
+    unit: Sequence[Node],
+    backend: str,
+    planned: int,
+    reads: Mapping[Node, Sequence[Node]],
+    places: Mapping[Node, Place],
+) -> Place:
+    """The place of nodes that move together, in the first stage behind all that they read."""
+    stage = 0
+    inside = set(unit) if len(unit) > 1 else ()
+    for node in unit:
+        for used in reads[node]:
+            if used in inside:
+                continue
+            place = places[used]
+            if place.stage >= stage:
+                together = planned < 0 and place.planned < 0 and place.backend == backend
+                stage = place.stage if together else place.stage + 1
+    return Place(stage, backend, planned)
 
 
 def contraction_cycle(nodes: Sequence[Node], regions: Sequence[Sequence[str]]) -> list[str]:
@@ -62,7 +80,7 @@ def contraction_cycle(nodes: Sequence[Node], regions: Sequence[Sequence[str]]) -
     Empty where the regions can be cut. ``getitem`` follows what it takes an item of.
     """
     units = _units(nodes, regions)
-    reads = _reads(nodes)
+    reads = _reads(nodes, order_keepers(nodes))
     done = {node for unit in _ordered(nodes, units, reads) for node in unit}
     return [node.name for node in nodes if node not in done]
 
@@ -77,12 +95,12 @@ def keeps_order(node: Node) -> bool:
 
 def order_keepers(nodes: Iterable[Node]) -> set[Node]:
     """Those of the nodes that :func:`keeps_order` holds for; torch is asked once for each op."""
-    known: dict[object, bool] = {}
+    known: dict[int, bool] = {}  # by identity: hashing an op costs as much as all else here
     kept: set[Node] = set()
     for node in nodes:
-        keeps = known.get(node.target)
+        keeps = known.get(id(node.target))
         if keeps is None:
-            keeps = known[node.target] = keeps_order(node)
+            keeps = known[id(node.target)] = keeps_order(node)
         if keeps:
             kept.add(node)
     return kept
@@ -121,13 +139,17 @@ def _units(nodes: Sequence[Node], regions: Sequence[Sequence[str]]) -> dict[Node
     return units
 
 
-def _reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """What each node must come after: the placed nodes that it reads, and the draw before it."""
+def _reads(nodes: Sequence[Node], ordered: Collection[Node]) -> dict[Node, list[Node]]:
+    """What each node must come after: the placed nodes that it reads, and the draw before it.
+
+    :param ordered: the nodes that keep their order.
+    """
     reads: dict[Node, list[Node]] = {}
     last_ordered: Node | None = None
-    ordered = order_keepers(nodes)
     for node in nodes:
-        found = _placed_inputs(node, reads)
+        found = [used for used in node.all_input_nodes if used.op == "call_function"]
+        if any(used not in reads for used in found):  # the board's own among them
+            found = _placed_inputs(node, reads)
         if node in ordered:
             if last_ordered is not None:
                 found.append(last_ordered)
@@ -181,35 +203,41 @@ def _ordered(
 
 
 def _sink(
-    nodes: Sequence[Node], reads: Mapping[Node, Sequence[Node]], places: dict[Node, Place]
+    nodes: Sequence[Node],
+    ordered: Collection[Node],
+    reads: Mapping[Node, Sequence[Node]],
+    places: dict[Node, Place],
 ) -> None:
     """Move nodes to the region of their first reader, where edges still lead to later stages.
 
     A weight's transpose or cast then lies in the region that uses it, where it can be hoisted
     with it, and repeated blocks look alike. What keeps its order, and what depends on such a
     node, stays where it is.
+
+    :param ordered: the nodes that keep their order.
     """
-    fixed = order_keepers(nodes)
-    readers: dict[Node, list[Node]] = {}
+    fixed = set(ordered)
+    readers: dict[Node, list[Node]] = {node: [] for node in nodes}
     for node in nodes:
         for used in reads[node]:
-            readers.setdefault(used, []).append(node)
+            readers[used].append(node)
             if used in fixed:
                 fixed.add(node)
     for node in reversed(nodes):
-        users = readers.get(node, ())
+        users = readers[node]
         own = places[node]
-        if node in fixed or own.planned >= 0 or node.target is operator.getitem:
+        if not users or own.planned >= 0 or node in fixed or node.target is operator.getitem:
             continue
-        if not users or any(user.target is operator.getitem for user in users):
+        homes = {places[user] for user in users}
+        if homes == {own} or any(user.target is operator.getitem for user in users):
             continue
-        homes = [places[user] for user in users]
         stage = min(
             home.stage if home.backend == own.backend and home.planned < 0 else home.stage - 1
             for home in homes
         )
-        if Place(stage, own.backend) in homes:
-            places[node] = Place(stage, own.backend)
+        target = Place(stage, own.backend)
+        if target in homes:
+            places[node] = target
 
 
 def _join_readers(nodes: Sequence[Node], places: dict[Node, Place]) -> None:

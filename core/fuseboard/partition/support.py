@@ -23,6 +23,7 @@ class Support:
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._bits: dict[Hashable, int] = {}
         self._own: dict[Node, int] = {}
+        self._plain: dict[tuple[torch.dtype, torch.device], int] = {}
         self._traits = {node: self._of(node) for node in nodes}
 
     def refusals(self, info: BackendInfo, specialise: bool = False) -> dict[str, str]:
@@ -52,12 +53,19 @@ class Support:
             known = 0
             for item in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(item, torch.Tensor):
-                    known |= self._bit(item.device.type)
-                    if item.is_floating_point() or item.is_complex():
-                        known |= self._bit(item.dtype)
+                    known |= self._of_kind(item.dtype, item.device)
             if torch_symbols.symbolic_numbers(value):
                 known |= self._bit("symbolic")
             self._own[node] = known
+        return known
+
+    def _of_kind(self, dtype: torch.dtype, device: torch.device) -> int:
+        known = self._plain.get((dtype, device))
+        if known is None:
+            known = self._bit(device.type)
+            if dtype.is_floating_point or dtype.is_complex:
+                known |= self._bit(dtype)
+            self._plain[dtype, device] = known
         return known
 
     def _bit(self, trait: Hashable) -> int:

@@ -24,7 +24,7 @@ def pull_views(
 
     :param fixed: nodes that stay, since they are pinned.
     """
-    takers = _takers(claims)
+    claimed = {backend: _claimed(answers) for backend, answers in claims.items()}
     together = {
         name
         for answers in claims.values()
@@ -38,26 +38,18 @@ def pull_views(
         if not is_view(node) or node.name in fixed or node.name in together:
             continue
         sources = [placements[n.name] for n in node.all_input_nodes if n.name in placements]
-        if any(source in takers[node.name] for source in sources):
-            placements[node.name] = next(s for s in sources if s in takers[node.name])
+        source = next((s for s in sources if node.name in claimed.get(s, ())), None)
+        if source is not None:
+            placements[node.name] = source
         else:
             sourceless.append(node)
     for node in reversed(sourceless):
         readers = [placements[user.name] for user in node.users if user.name in placements]
-        able = Counter(reader for reader in readers if reader in takers[node.name])
+        able = Counter(reader for reader in readers if node.name in claimed.get(reader, ()))
         if able and placements[node.name] not in able:
             placements[node.name] = able.most_common(1)[0][0]
     return placements
 
 
-def _takers(claims: Mapping[str, Sequence[Claim | Decline]]) -> dict[str, list[str]]:
-    """Node → the backends that claim it, in order."""
-    takers: dict[str, list[str]] = {}
-    for backend, answers in claims.items():
-        for name in _claimed(answers):
-            takers.setdefault(name, []).append(backend)
-    return takers
-
-
 def _claimed(answers: Iterable[Claim | Decline]) -> set[str]:
-    return {name for claim in answers if isinstance(claim, Claim) for name in claim.nodes}
+    return set().union(*(claim.nodes for claim in answers if isinstance(claim, Claim)))
