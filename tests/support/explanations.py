@@ -11,6 +11,7 @@ from fuseboard import Explanation
 from fuseboard.contracts import Trip
 from fuseboard.report.data import (
     Break,
+    CandidateReport,
     FusionReport,
     GraphReport,
     InputReport,
@@ -107,3 +108,10 @@ def whole(layers: int, ops: tuple[str, ...] = LAYER) -> Explanation:
         dataclasses.replace(n, region="inference0.region0", backend="fast") for n in made.nodes
     ]
     return Explanation([graph(nodes)], breaks=[])
+
+
+def chosen(candidates: list[CandidateReport], **more: Any) -> Explanation:
+    """A graph of one op, with candidates and other fields of a :class:`GraphReport`."""
+    made = graph([node("exp", "x", region="inference0.region0")])
+    made.candidates = candidates
+    return Explanation([dataclasses.replace(made, **more)], breaks=[])

@@ -30,7 +30,7 @@ from fuseboard.lower.weights import any_version
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate
-from fuseboard.profile.choose import choose
+from fuseboard.profile.choose import choose, note_times
 from fuseboard.profile.costs import Decision
 from fuseboard.profile.measure import measure_calls
 from fuseboard.report.structured_trace import emit
@@ -105,6 +105,8 @@ class Tuner:
             background.add(self)
         if self._due:
             self._runner.interrupt(self._call)
+        elif self._chosen is not None:  # by an earlier process, so no call will compare first
+            self._postponed_is_due()
 
     def _left(self, decision: Decision | None) -> Sequence[Candidate]:
         """The candidates that are to be tried; the winner of an earlier process runs."""
@@ -284,14 +286,7 @@ class Tuner:
             self._failed(right[number], "profile", error)
         left = [(c, m) for c, m in zip(right, measured, strict=True) if c.program is not None]
         self._comparisons += 1
-        for candidate, found in left:
-            told = candidate.told
-            told.comparison = self._comparisons
-            told.latency_us, told.low_us, told.high_us = (
-                found.latency_us,
-                found.low_us,
-                found.high_us,
-            )
+        note_times([(c.told, found) for c, found in left], self._comparisons)
         if not left:
             return None
         return left[choose([found for _, found in left], self._session.settings.margin)][0]

@@ -17,7 +17,8 @@ class Row:
     """A candidate as people read it; what isn't known is ``-`` or "".
 
     :ivar quartiles: between which half of its calls were.
-    :ivar factor: how many times as fast as eager; with ``≈`` where the two weren't called in turn.
+    :ivar factor: how many times as fast as eager; with ``≈`` where an earlier process timed them,
+        perhaps not in turn.
     :ivar problem: why it is out, where no trip of the report says so already.
     """
 
@@ -160,10 +161,11 @@ def _quartiles(told: CandidateReport) -> str:
 
 
 def _factor(told: CandidateReport, base: CandidateReport | None) -> str:
+    if told.speedup is not None:
+        return f"{told.speedup:.2f}"
     if base is None or not base.latency_us or not told.latency_us:
         return ""
-    loosely = "≈" if told.comparison != base.comparison else ""
-    return f"{loosely}{base.latency_us / told.latency_us:.2f}"
+    return f"≈{base.latency_us / told.latency_us:.2f}"
 
 
 def _percent(share: float) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuseboard.contracts import GraphKind, Trip
+from fuseboard.torch_profiler import span
 
 #: How many graphs are remembered. A report holds strings and numbers only, never a tensor.
 REMEMBERED_GRAPHS = 256
@@ -98,6 +99,8 @@ class CandidateReport:
         where it wasn't timed.
     :ivar comparison: the number of the comparison that its times are of: within one, candidates
         are called in turn. None where it wasn't timed in this process.
+    :ivar speedup: how many times as fast as eager. Where the two weren't in one comparison, by what
+        was in both. None where eager wasn't timed in this process.
     :ivar compile_s: what lowering it took, here or in the process that did it.
     :ivar problem: why it failed or wasn't tried.
     """
@@ -108,6 +111,7 @@ class CandidateReport:
     low_us: float | None = None
     high_us: float | None = None
     comparison: int | None = None
+    speedup: float | None = None
     compile_s: float | None = None
     peak_bytes: int | None = None
     problem: str = ""
@@ -149,10 +153,11 @@ class GraphReport:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Count what the block takes among a stage's seconds."""
+        """Count what the block takes among a stage's seconds, and show it in traces."""
         start = time.perf_counter()
         try:
-            yield
+            with span(f"{stage} {self.name}"):
+                yield
         finally:
             spent = time.perf_counter() - start
             self.seconds[stage] = self.seconds.get(stage, 0.0) + spent

@@ -1,0 +1,308 @@
+"""How reports tell the choice among candidates: as text, and in torch's structured trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fuseboard.cli.main import app
+from fuseboard.contracts import Measurement, Trip
+from fuseboard.profile.choose import note_times
+from fuseboard.report import choices
+from fuseboard.report.data import CandidateReport
+from fuseboard.report.elsewhere import elsewhere, foremost
+from fuseboard.report.text import as_text
+from tests.support.backends import compiled, last_graph, ledger, plugged
+from tests.support.explanations import chosen, node
+
+QUICK = {"compiles_quickly": True}
+
+
+def told(*candidates: CandidateReport, **more):
+    """The explanation of a graph with these candidates."""
+    return chosen(list(candidates), **more)
+
+
+def candidate(name: str, us: float | None = None, state: str = "slower", **more) -> CandidateReport:
+    """One whose quartiles are a tenth to either side, in the first comparison."""
+    if us is not None:
+        more = {"low_us": 0.9 * us, "high_us": 1.1 * us, "comparison": 1, **more}
+    return CandidateReport(name, state, us, **more)
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("us", "words"),
+    [
+        (0.4, "0.40 µs"),
+        (12.34, "12.3 µs"),
+        (999.4, "999 µs"),
+        (999.9, "1.00 ms"),
+        (8423.9, "8.42 ms"),
+        (99_960, "100 ms"),
+        (1_500_000, "1.50 s"),
+        (90e6, "90.0 s"),
+    ],
+)
+def test_times_have_three_digits_and_the_unit_that_suits(us, words):
+    """Never 1000 of a unit."""
+    assert choices.duration(us) == words
+
+
+def test_the_fastest_is_told_with_its_lead_and_against_eager():
+    graph = told(
+        candidate("eager", 3000),
+        candidate("mkldnn", 2000),
+        candidate("inductor", 1000, "chosen", speedup=3.0),
+    ).graphs[0]
+    assert choices.why(graph) == (
+        "inductor is the fastest: 1.00 ms a call, 50 % less than mkldnn "
+        "and 3.00 times as fast as eager"
+    )
+
+
+def test_a_close_call_is_called_one():
+    graph = told(candidate("eager", 1000), candidate("mkldnn", 950, "chosen")).graphs[0]
+    assert choices.why(graph) == (
+        "mkldnn is the fastest: 950 µs a call, 5.0 % less than eager; their quartiles overlap"
+    )
+
+
+def test_who_comes_first_is_kept_within_the_margin():
+    graph = told(candidate("eager", 1000, "chosen"), candidate("mkldnn", 990)).graphs[0]
+    assert choices.why(graph).startswith(
+        "eager is preferred: mkldnn takes 1.0 % less, which is not"
+    )
+
+
+@pytest.mark.parametrize(
+    ("candidates", "why"),
+    [
+        ([candidate("eager", state="chosen")], "eager is the only candidate"),
+        (
+            [candidate("eager", state="chosen"), candidate("x", state="failed")],
+            "eager is the only candidate that was right",
+        ),
+        (
+            [candidate("eager", state="chosen"), candidate("x", state="waiting")],
+            "eager runs until others have been tried",
+        ),
+        (
+            [candidate("x", state="failed"), candidate("y", state="failed")],
+            "no candidate was right: eager runs",
+        ),
+        ([candidate("x"), candidate("y")], ""),
+    ],
+)
+def test_without_a_rival_the_sentence_claims_no_victory(candidates, why):
+    assert choices.why(told(*candidates).graphs[0]) == why
+
+
+def test_the_speedup_is_by_what_was_called_in_turn():
+    """Between two comparisons the machine became four times slower: nobody's gain or loss."""
+    rows = [CandidateReport("eager"), CandidateReport("mkldnn"), CandidateReport("inductor")]
+
+    def times(*us: float) -> list[Measurement]:
+        return [Measurement(each, each, each, 5) for each in us]
+
+    note_times(list(zip(rows[:2], times(3000.0, 2000.0), strict=True)), 1)
+    note_times(list(zip(rows[1:], times(8000.0, 4000.0), strict=True)), 2)
+    assert [row.speedup for row in rows] == [1.0, 1.5, 3.0]
+    assert [row.comparison for row in rows] == [1, 2, 2]
+    graph = told(*rows).graphs[0]
+    assert [row.factor for row in choices.rows(graph)] == ["1.00", "1.50", "3.00"]
+
+
+def test_without_eager_nothing_is_related_to_it():
+    row = CandidateReport("mkldnn")
+    note_times([(row, Measurement(9.0, 8.0, 10.0, 5))], 1)
+    assert (row.latency_us, row.low_us, row.high_us, row.speedup) == (9.0, 8.0, 10.0, None)
+    assert [found.factor for found in choices.rows(told(row).graphs[0])] == ["-"]
+
+
+def test_what_an_earlier_process_timed_is_compared_loosely():
+    """It may not have been called in turn, and whether it was isn't kept."""
+    rows = [candidate("eager", 300, comparison=None), candidate("mkldnn", 200, comparison=None)]
+    assert [row.factor for row in choices.rows(told(*rows).graphs[0])] == ["≈1.00", "≈1.50"]
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+def test_the_text_has_a_table_of_candidates_and_what_was_not_tried():
+    """At 80 columns; a problem that a trip tells isn't told twice."""
+    explanation = told(
+        candidate("eager", 3000, speedup=1.0, compile_s=0.01),
+        candidate("mkldnn+eager", 2000, "chosen", speedup=1.5, compile_s=0.25),
+        candidate("liar", state="failed", problem="ValueError: told below"),
+        candidate("old", state="failed", problem="wrong values in an earlier process"),
+        candidate("inductor by blocks", state="waiting"),
+        settled=False,
+        decided="measured in a call",
+        left_out={"tvm": "it runs only where the setting backends names it"},
+    )
+    graph = explanation.graphs[0]
+    graph.trips = [Trip("liar", "profile", "r", "ValueError: told below", "the others")]
+    graph.backends = ("mkldnn", "picky", "liar", "old", "inductor", "eager")
+    text = as_text(explanation, 80)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for wanted in (
+        "candidate a call quartiles × eager compile",
+        "eager slower 3.00 ms 2.70-3.30 ms 1.00 10.0 ms",
+        "mkldnn+eager chosen 2.00 ms 1.80-2.20 ms 1.50 250 ms",
+        "inductor by blocks waiting - - - -",
+        "old failed: wrong values in an earlier process",
+        "tvm it runs only where the setting backends names it",
+        "picky it took no op",
+    ):
+        assert wanted in lines, wanted
+    folded = " ".join(text.split())
+    assert "choice: mkldnn+eager is the fastest: 2.00 ms a call, 33 % less than eager" in folded
+    assert "(measured in a call)" in folded
+    assert "not settled yet: inductor by blocks waits to be tried; fuseboard.wait() waits" in folded
+    assert text.count("told below") == 1
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_where_nothing_was_compared_nothing_is_told_of_it():
+    explanation = told(left_out={"tvm": "it waits"})
+    assert "candidate" not in as_text(explanation)
+    assert "tvm" not in as_text(explanation)
+
+
+# --- of real graphs -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Choices are measured, and kept in a cost database of the test's own."""
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    ledger.clear()
+
+
+def f(x):
+    return (x.exp() + 1).sum(-1)
+
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def test_a_graph_knows_which_backends_had_no_part_in_it(measured):
+    with plugged("brisk", info=QUICK), plugged("shy", info={**QUICK, "by_request": True}):
+        with plugged("gone", info={"available": False, "reason": "no such engine"}):
+            with torch.no_grad():
+                compiled(f, "brisk", "eager", measure_s=0.05)(X)
+                named = last_graph().left_out
+    assert named["shy"] == "the setting backends doesn't name it, or names it after eager"
+    assert named["gone"] == "unavailable: no such engine"
+    assert "brisk" not in named
+    assert "eager" not in named
+    graph = last_graph()
+    assert graph.seconds["profile"] > 0
+    assert {row.comparison for row in graph.candidates} == {1}
+
+
+def test_what_is_on_another_backend_by_choice_is_not_excused():
+    """Reasons are those of the winner's own backend, not of the first in the order."""
+    graph = told(candidate("first", 3.0), candidate("second+eager", 2.0, "chosen")).graphs[0]
+    graph.backends = ("first", "second", "eager")
+    graph.regions[0].backend = "second"
+    graph.nodes = [
+        node("exp", "x", region=graph.regions[0].name, backend="second"),
+        node("sort", "exp", backend="eager", declined={"first": "a", "second": "no sort"}),
+    ]
+    assert foremost(graph) == "second"
+    assert [(group.backend, group.reason) for group in elsewhere(graph)] == [("eager", "no sort")]
+    graph.candidates = []
+    assert foremost(graph) == "first"
+
+
+SCRIPT = """
+import torch
+def small():
+    return torch.nn.Linear(4, 4).requires_grad_(False), (torch.ones(2, 4),)
+"""
+
+
+def test_the_command_waits_until_all_is_decided(measured, tmp_path):
+    """With --wait, what compiles slowly has been tried; without, it waits."""
+    (tmp_path / "small.py").write_text(SCRIPT)
+    outcomes = {}
+    with plugged("sluggish"):
+        for flag in ("--no-wait", "--wait"):
+            result = CliRunner().invoke(
+                app,
+                ["explain", "small.py:small", "--json", flag],
+                env={"FUSEBOARD_BACKENDS": "sluggish,eager"},
+            )
+            assert result.exit_code == 0, result.output
+            graph = json.loads(result.stdout)["graphs"][0]
+            outcomes[flag] = {row["name"]: row["state"] for row in graph["candidates"]}
+    assert outcomes["--no-wait"]["sluggish"] == "waiting"
+    assert "waiting" not in outcomes["--wait"].values()
+
+
+# --- torch's structured trace ---------------------------------------------------------------------
+
+TRACED = """
+import torch
+fn = torch.compile(lambda x: x.exp() + 1, backend="fuseboard",
+                   options={"backends": ["eager"]})
+with torch.no_grad():
+    fn(torch.ones(3))
+"""
+
+
+def artifacts(path: Path) -> list[tuple[dict, str]]:
+    """The records of a trace that are fuseboard's, with their payloads."""
+    found: list[tuple[dict, list[str]]] = []
+    for line in path.read_text().splitlines():
+        if line.startswith("\t"):
+            found[-1][1].append(line[1:])
+        else:
+            found.append((json.loads(line[line.index("{") :]), []))
+    return [
+        (record, "\n".join(lines))
+        for record, lines in found
+        if record.get("artifact", {}).get("name", "").startswith("fuseboard_")
+    ]
+
+
+def test_reports_are_in_torchs_structured_trace(tmp_path):
+    """As JSON and as text, under Dynamo's compile id: tlparse lists them beside torch's own."""
+    script = tmp_path / "traced.py"
+    script.write_text(TRACED)
+    logs = tmp_path / "logs"
+    environment = {**os.environ, "TORCH_TRACE": str(logs)}
+    subprocess.run([sys.executable, str(script)], env=environment, check=True, cwd=tmp_path)
+    (log,) = logs.iterdir()
+    (as_json, payload), (text, words) = artifacts(log)
+    assert as_json["artifact"] == {"name": "fuseboard_inference0", "encoding": "json"}
+    assert text["artifact"] == {"name": "fuseboard_inference0", "encoding": "string"}
+    assert (as_json["frame_id"], as_json["frame_compile_id"]) == (0, 0)
+    graph = json.loads(payload)
+    assert graph["name"] == "inference0"
+    assert [node["op"] for node in graph["nodes"]] == ["aten.exp.default", "aten.add.Tensor"]
+    assert "inference graph inference0" in words
+
+
+def test_nobody_pays_for_a_trace_that_is_off(monkeypatch):
+    """No report is written down where no handler listens."""
+    from fuseboard import torch_internals
+    from fuseboard.report import structured_trace
+
+    monkeypatch.setattr(torch_internals, "traces_structured", lambda: False)
+    report = told(candidate("eager", 10.0)).graphs[0]
+    monkeypatch.setattr(report, "as_dict", pytest.fail)
+    structured_trace.emit(report)
