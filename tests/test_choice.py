@@ -178,7 +178,7 @@ def test_all_candidates_wrong_leaves_eager():
 def test_raising_is_the_policy():
     with plugged("wrong", call=wrong, info=QUICK), plugged("good", info=QUICK):
         fn = compiled(lambda x: x.exp() + 1, "wrong", "good", on_failure="raise")
-        with torch.no_grad(), pytest.raises(fuseboard.RegionError, match="'wrong'.*output 0"):
+        with torch.no_grad(), pytest.raises(fuseboard.RegionError, match=r"'wrong'.*output 0"):
             fn(X)
 
 
@@ -496,3 +496,21 @@ def test_code_that_turns_wrong_is_caught_by_a_later_check():
             torch.testing.assert_close(fn(X), X.sin())
     (trip,) = all_trips()
     assert trip.plugin == "aging"
+
+
+def test_quick_regions_beside_slow_ones_postpone_nothing():
+    """A candidate of a slow backend with regions of eager's waits for the slow ones alone."""
+    from tests.support.backends import claim_ops
+
+    lowered = []
+
+    def lower(region):
+        lowered.append(region.name)
+        return fuseboard.lower_eagerly(region)
+
+    with plugged("part", claim=claim_ops("mm"), info=QUICK, lower=lower), plugged("long"):
+        fn = compiled(lambda x: (x @ x.t()).exp() @ x, "part", "eager", "long", measure_s=0.05)
+        with torch.no_grad():
+            fn(X)
+    assert len(lowered) == 2
+    assert last_graph().settled

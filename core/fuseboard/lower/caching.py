@@ -50,12 +50,14 @@ class Deferred(Exception):
 
     :ivar token: what the result is to be found under; equal for regions with equal code.
     :ivar request: for a child process; None where only this process can compile it.
+    :ivar known: a region with the same code was deferred before.
     """
 
-    def __init__(self, token: Token, request: Request | None) -> None:
+    def __init__(self, token: Token, request: Request | None, known: bool = False) -> None:
         super().__init__(f"{token} waits to be compiled")
         self.token = token
         self.request = request
+        self.known = known
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Cache:
         result = None
         if token in self._ready:
             result = _answered(self._ready[token])
-        elif self._defers:
+        elif self._defers and not info.compiles_quickly:
             raise Deferred(token, self._request(task) if loads else None)
         elif isolates:
             result = self._try_in_child(task, place)

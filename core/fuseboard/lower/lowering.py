@@ -119,6 +119,8 @@ class Lowering:
         known = self._known.get(region.signature)
         if known is not None and not self._bakes(known.region.backend):
             return self._again(known, region, report)
+        if self.defers and region.signature in self._prepared:
+            raise Deferred((cut.backend, region.signature), None, known=True)
         start = time.perf_counter()
         lowered = self._lower_somewhere(cut, region, report)
         report.lower_s = time.perf_counter() - start

@@ -62,9 +62,11 @@ class Candidate:
             try:
                 sites.append(Site(cut, self.lowering.lower(cut, name, len(self.cuts) == 1)))
             except Deferred as later:
+                if later.known:
+                    continue
                 if later.request is None:
                     self.postponed = True
-                elif later.token not in self.waiting:
+                else:
                     self.waiting.add(later.token)
                     deferred.append(later)
         if self.postponed and defers:

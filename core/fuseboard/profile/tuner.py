@@ -165,12 +165,13 @@ class Tuner:
 
     def compiled(self, candidate: Candidate, token: Token, result: Result, seconds: float) -> None:
         """In the worker's thread: note a result; the next call compares what is complete."""
-        candidate.ready[token] = result
-        candidate.told.compile_s = (candidate.told.compile_s or 0.0) + seconds
-        if candidate.waiting == {token}:
-            self._due.append(candidate)
-            self._runner.interrupt(self._call)
-        candidate.waiting.discard(token)
+        with self._lock:  # a comparison that is under way ends first
+            candidate.ready[token] = result
+            candidate.told.compile_s = (candidate.told.compile_s or 0.0) + seconds
+            candidate.waiting.discard(token)
+            if not candidate.waiting and not candidate.out:
+                self._due.append(candidate)
+                self._runner.interrupt(self._call)
 
     # --- in a call ------------------------------------------------------------------------------
 
