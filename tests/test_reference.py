@@ -353,6 +353,17 @@ def test_random_numbers_arent_judged() -> None:
     assert not judge(reference, [other[0], x * 0.31, other[2], other[3]]).ok
 
 
+def test_generators_are_left_alone_without_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting a state back would repeat the numbers that another thread drew meanwhile."""
+    q = rnd(1, 2, 8, 16)
+    graph = traced(F.scaled_dot_product_attention, q, q, q)
+    monkeypatch.delattr(torch, "set_rng_state")
+    reference = make_reference(graph, [q, q, q])
+    assert not judge(reference, [q]).ok
+    with pytest.raises(AttributeError):
+        make_reference(traced(torch.rand_like, q), [q])
+
+
 def test_dropout_that_is_off_is_judged() -> None:
     """Attention without dropout carries a random op's tag and is judged."""
     q, k, v = (rnd(1, 2, 8, 16, seed=seed) for seed in range(3))

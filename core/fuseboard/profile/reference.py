@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard.partition.replay import draws
 from fuseboard.profile.interpret import (
     Eager,
     Lifted,
@@ -66,10 +67,10 @@ def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
     """
     inputs = list(inputs)
     first = Eager()
-    with _undisturbed(inputs):
+    with _undisturbed(graph, inputs):
         eager = run(graph, inputs, first)
     lifted = Lifted(first)
-    with _undisturbed(inputs):
+    with _undisturbed(graph, inputs):
         precise = run(graph, inputs, lifted)
     reached = reached_by(graph, {node: dtypes_of(form) for node, form in first.forms.items()})
     reasons = _why_unjudged(graph, inputs, reached, eager)
@@ -115,7 +116,7 @@ def _why_unjudged(
         reason = "random numbers reach it" if what.random else ""
         if what.memory and not what.random and eager[number] is not None:
             if again is None:
-                with _undisturbed(inputs):
+                with _undisturbed(graph, inputs):
                     again = run(graph, inputs, Eager(fill=1))
             if not _equal(eager[number], again[number]):
                 reason = "uninitialised memory reaches it"
@@ -171,7 +172,8 @@ class _Disturbed:
 
     def _measured(self) -> tuple[Spread, ...]:
         found = [Spread()] * len(self._precise)
-        with _undisturbed(self._arguments[1]):
+        graph, inputs, *_ = self._arguments
+        with _undisturbed(graph, inputs):
             for outputs in disturbed_runs(*self._arguments):
                 pairs = zip(outputs, self._precise, strict=True)
                 new = [spread_of(own, exact, relative=True) for own, exact in pairs]
@@ -186,20 +188,33 @@ def _versions(inputs: Sequence[Any]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _undisturbed(inputs: Sequence[Any]) -> Iterator[None]:
+def _undisturbed(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     """No gradients, and no autocast, which would change dtypes inside ops.
 
-    The states of the default generators, the CPU's and those of the inputs' devices, are put back.
+    The states of the default generators, the CPU's and those of the inputs' devices, are put back
+    if the graph may draw. (Else they are left alone: another thread may be drawing.)
     """
-    indices = {
-        value.device.index
-        for value in inputs
-        if isinstance(value, torch.Tensor) and value.device.type == "cuda"
-    }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=sorted(indices)))
+        if _may_draw(graph):
+            indices = {
+                value.device.index
+                for value in inputs
+                if isinstance(value, torch.Tensor) and value.device.type == "cuda"
+            }
+            stack.enter_context(torch.random.fork_rng(devices=sorted(indices)))
         stack.enter_context(torch.no_grad())
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def _may_draw(graph: GraphModule) -> bool:
+    """Whether a graph draws random numbers; what the user's ops and inner graphs do isn't known."""
+    for node in graph.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator) or draws(node):
+            return True
+        if isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims"):
+            return True
+    return False
