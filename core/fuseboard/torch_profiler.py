@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch.autograd import profiler
+from torch.torch_version import TorchVersion
 
 log = logging.getLogger("fuseboard")
 
@@ -32,6 +35,8 @@ PREFIX = "fuseboard::"
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
+_SOUND_CUDA = "12.6"
+_KEEP_CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 _HOOKS = ("_run_on_profiler_start", "_run_on_profiler_stop")
 
 
@@ -130,3 +135,18 @@ def show_in_traces(
     assert isinstance(function, FunctionType)
     _traceable.add(function, names)
     return function
+
+
+def keep_cupti() -> str:
+    """Keep an old CUDA's profiling library loaded; before a profiler starts. What was done, or "".
+
+    CUDA before 12.6 crashes where CUPTI is loaded again after CUDA graphs were recorded. torch sets
+    the same (``torch/profiler/profiler.py``, ``start_trace``) where Inductor's own CUDA graphs are
+    on, and knows of no others.
+    """
+    cuda = torch.version.cuda
+    if cuda is None or TorchVersion(cuda) >= _SOUND_CUDA:
+        return ""
+    os.environ.update(_KEEP_CUPTI)
+    told = ", ".join(f"{name}={value}" for name, value in _KEEP_CUPTI.items())
+    return f"CUDA {cuda} can't load its profiling library twice beside CUDA graphs: {told} is set"

@@ -24,6 +24,7 @@ COMMANDS = (
     "explain",
     "export",
     "memory",
+    "profile",
     "conformance",
     "demo",
 )
