@@ -6,15 +6,19 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import fuseboard
 from fuseboard import SampledProfile, SamplingError, SamplingOptions, SamplingProfiler
 from fuseboard.profile import sampling, session
+from fuseboard.torch_compiles import watched_compilations
 from tests.support.backends import observing
 from tests.support.samplers import WORK, FakeSampler, sampling_with
 
@@ -350,6 +354,74 @@ def test_a_sampler_that_goes_wrong_later_does_not_touch_the_work(
     assert sampler.calls[-1] == "stop"
     assert any("no profile from fake" in text and problem in text for text in warnings(caplog))
     assert_free()
+
+
+# --- beside torch.compile -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["decorator", "profile", "with"])
+def test_a_session_inside_of_compiled_code_is_not_compiled(way):
+    """It is a graph break: only the user's functions are compiled, and results are right."""
+    frames = []
+    with sampling_with(FakeSampler(), FakeSampler()) as name:
+        profiler = SamplingProfiler(sampler=name, stop_at_error=True)
+
+        def wave(x):
+            return x.sin() + 1
+
+        decorated = profiler(wave)
+
+        def model(x):
+            x = x * 2
+            if way == "decorator":
+                return decorated(x).sum()
+            if way == "profile":
+                return profiler.profile(wave, x).sum()
+            with profiler:
+                x = wave(x)
+            return x.sum()
+
+        x = torch.ones(3)
+        with watched_compilations(lambda began: frames.append(began.frame), lambda failed: None):
+            compiled = torch.compile(model, backend="eager")
+            expected = ((2 * x).sin() + 1).sum()
+            torch.testing.assert_close([compiled(x), compiled(x)], [expected, expected])
+    assert profiler.result.samples == (WORK,)
+    assert frames
+    assert [frame for frame in frames if session.__file__ in frame or "/board/" in frame] == []
+    assert len(frames) <= 4
+
+
+def test_sessions_work_in_any_thread():
+    """The limits of a sampler's methods are kept by a watchdog there."""
+    sampler = FakeSampler(starting=2, processing=1)
+    with sampling_with(sampler) as name:
+        profiler = SamplingProfiler(sampler=name, stop_at_error=True)
+        results = []
+        thread = threading.Thread(target=lambda: results.append(profiler.profile(lambda: 5)))
+        thread.start()
+        thread.join()
+    assert results == [5]
+    assert profiler.result.samples == (WORK,)
+
+
+def test_nothing_of_it_is_loaded_where_it_is_not_used():
+    """Compiling and calling doesn't import the profiler; the profiler doesn't import Dynamo."""
+    program = """
+import sys
+import fuseboard
+fuseboard.SamplingProfiler(enabled=False).profile(int)
+assert "torch._dynamo" not in sys.modules
+assert "fuseboard_pyspy" not in sys.modules
+for name in [name for name in sys.modules if name.startswith("fuseboard.profile.sampling")]:
+    del sys.modules[name]
+import torch
+f = torch.compile(lambda x: x + 1, backend="fuseboard", options={"backends": ["eager"]})
+f(torch.ones(3))
+loaded = [name for name in sys.modules if "sampling" in name and name.startswith("fuseboard")]
+assert loaded == [], loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # --- parameters -----------------------------------------------------------------------------------

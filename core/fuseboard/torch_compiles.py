@@ -1,4 +1,4 @@
-"""Torch's private hook around compilations: what runs before and after each one.
+"""What ``torch.compile`` compiles: the hook around each compilation, and code that is left alone.
 
 Read against torch 2.13: ``torch/_dynamo/callback.py``, and its callers in ``convert_frame.py`` and
 ``torch/_functorch/_aot_autograd/runtime_wrappers.py``. Older handlers call without arguments, so
@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fuseboard import torch_internals
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,21 @@ def _frame_of_dynamo() -> str:
                 return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
         frame = frame.f_back
     return ""
+
+
+def untraced(function: F) -> F:
+    """Let a function run as it is, with all that it calls, where its caller is being compiled.
+
+    As ``torch.compiler.disable``, which would import Dynamo right away; that takes seconds. Dynamo
+    looks at the attributes when it meets a call, and breaks the graph; its hook of Python's frames
+    looks at the code's strategy.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    action = getattr(frames, "_FrameAction", None)
+    strategy = getattr(frames, "_FrameExecStrategy", None)
+    mark = getattr(frames, "set_code_exec_strategy", None)
+    if action is not None and strategy is not None and mark is not None:
+        mark(function.__code__, strategy(action.SKIP, action.SKIP))
+    return function

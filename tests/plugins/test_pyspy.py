@@ -78,7 +78,7 @@ def test_a_real_session_sees_the_function_that_spins(tracing):
     profiler = SamplingProfiler(sampler="pyspy", stop_at_error=True)
     assert profiler.profile(spin, 0.6) == "spun"
     inside = [s for s in profiler.result.samples if any(f.name == "spin" for f in s.stack)]
-    assert 20 <= len(inside) <= 90  # 60 on a machine that is free
+    assert 10 <= len(inside) <= 90  # 60 on a machine that is free
     assert len(inside) > 0.9 * profiler.result.total
     frame = next(f for f in inside[0].stack if f.name == "spin")
     first = spin.__code__.co_firstlineno

@@ -22,6 +22,7 @@ from fuseboard.contracts import SamplingOptions
 from fuseboard.errors import SamplingError
 from fuseboard.profile.sampling_result import SampledProfile
 from fuseboard.profile.session import SamplingSession
+from fuseboard.torch_compiles import untraced
 
 log = logging.getLogger("fuseboard")
 
@@ -128,11 +129,13 @@ class SamplingProfiler:
 
         return profiled
 
+    @untraced
     def __enter__(self) -> SamplingProfiler:
         session = self.open_session() if self.enabled else None
         _blocks.set((*_blocks.get(), (self, session)))
         return self
 
+    @untraced
     def __exit__(
         self,
         kind: type[BaseException] | None,

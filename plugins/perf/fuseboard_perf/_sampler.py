@@ -143,7 +143,9 @@ def _python_names_its_calls() -> bool:
 
 def _explain(output: str, code: int) -> str:
     """Why perf ended, and what helps."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in output.splitlines() if line.strip(" \n:") not in ("", "Error")
+    ]
     said = lines[0] if lines else f"it ended with status {code}"
     if any(word in output.lower() for word in _REFUSED):
         return f"no permission to sample this process ({said}). {_PERMISSION}"
