@@ -22,6 +22,8 @@ from fuseboard.report.elsewhere import elsewhere
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from fuseboard.report.page import Profile
+
 
 @dataclass
 class Explanation:
@@ -55,14 +57,16 @@ class Explanation:
             "torch": torch.__version__,
         }
 
-    def to_html(self, title: str = "") -> str:
+    def to_html(self, title: str = "", profile: Profile | None = None) -> str:
         """One page of HTML that draws the graphs. It needs no network; write it as UTF-8.
 
         :param title: of the page; without one, the explained functions are named.
+        :param profile: what a ``SamplingProfiler`` sampled of the same code; the page then shows
+            the share of each region.
         """
         from fuseboard.report.page import render_page
 
-        return render_page(self, title)
+        return render_page(self, title, profile)
 
     def __rich__(self) -> RenderableType:
         from fuseboard.report.text import render

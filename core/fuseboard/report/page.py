@@ -19,14 +19,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fuseboard.contracts import Trip
-from fuseboard.report import words
+from fuseboard.report import choices, words
+from fuseboard.report.bars import chart
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.report.dynamo import readable
 from fuseboard.report.elsewhere import elsewhere, foremost
@@ -40,6 +41,7 @@ SECTIONS = (
     ("summary", "Summary", "summary.html"),
     ("breaks", "Graph breaks", "breaks.html"),
     ("graphs", "Graphs", "graphs.html"),
+    ("profile", "Where time goes", "profile.html"),
 )
 
 #: In the order in which they run: each may use what the ones before it define.
@@ -49,10 +51,21 @@ _STYLES = 8
 _STAGES = ("fuse", "partition", "lower", "profile")
 
 
-def render_page(explanation: Explanation, title: str = "") -> str:
+class Profile(Protocol):
+    """What the page shows of a profile; see :class:`fuseboard.SampledProfile`."""
+
+    @property
+    def duration_s(self) -> float: ...
+    @property
+    def total(self) -> int: ...
+    def region_shares(self) -> Sequence[Any]: ...
+
+
+def render_page(explanation: Explanation, title: str = "", profile: Profile | None = None) -> str:
     """The page as text; write it as UTF-8.
 
     :param title: of the page; without one, the explained functions are named.
+    :param profile: its shares are shown.
     """
     from fuseboard.report.text import summary
 
@@ -76,6 +89,8 @@ def render_page(explanation: Explanation, title: str = "") -> str:
             hashes={"style": _hash(style), "scripts": [_hash(script) for script in scripts]},
             data=htmlsafe_json_dumps(_data(explanation.graphs), separators=(",", ":")),
             nothing=words.NOTHING,
+            profile=profile,
+            shares=[] if profile is None else profile.region_shares(),
         )
     )
     # A file's name may hold bytes that are no text; Python has them as lone surrogates.
@@ -101,6 +116,11 @@ def _templates() -> Environment:
         seconds=_seconds,
         stages=_stages,
         regions=_region_rows,
+        chart=chart,
+        why=choices.why,
+        pending=choices.pending,
+        untried=choices.untried,
+        loaded=_loaded,
         tally=lambda items: Counter(items).most_common(),
     )
     return environment
@@ -153,6 +173,15 @@ def _region_rows(graph: GraphReport) -> list[tuple[RegionReport, str, int]]:
         for region in graph.regions
         if not region.same_as
     ]
+
+
+def _loaded(graph: GraphReport) -> str:
+    """How many regions' code came from the cache; "" where none was to be compiled."""
+    compiled = [r for r in graph.regions if not r.same_as and r.backend != "eager"]
+    hits = sum(region.loaded for region in compiled)
+    if not compiled:
+        return ""
+    return f"The code of {hits} of {words.many(len(compiled), 'region')} came from the cache."
 
 
 def _short(region: str) -> str:

@@ -1,0 +1,74 @@
+"""The chart of a graph's candidates: where its bars, whiskers and lines are.
+
+Lengths are shares of the chart's width, from 0 to 100.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuseboard.report import choices
+from fuseboard.report.data import CandidateReport, GraphReport
+
+#: The chart ends at so many times the slowest median at most: a wide interval mustn't squeeze all.
+_WIDEST = 1.5
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A candidate's row: what is drawn, and the same in words.
+
+    :ivar length: of the bar, the median; None where it wasn't timed.
+    :ivar low: where the whisker begins and ``high`` where it ends, the quartiles.
+    :ivar cut: the whisker goes on beyond the chart.
+    """
+
+    row: choices.Row
+    length: float | None = None
+    low: float = 0.0
+    high: float = 0.0
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """:ivar eager: where the reference line is; None where eager wasn't timed.
+
+    :ivar scaled: some weren't timed beside eager, and are drawn as if they had been.
+    """
+
+    bars: list[Bar]
+    eager: float | None
+    scaled: bool
+
+
+def chart(graph: GraphReport) -> Chart:
+    """A bar for each candidate, in order of preference."""
+    base = choices.eager(graph)
+    scales = [_scale(told, base) for told in graph.candidates]
+    timed = [(t, s) for t, s in zip(graph.candidates, scales, strict=True) if t.latency_us]
+    slowest = max((_us(told.latency_us) * scale for told, scale in timed), default=0.0)
+    highest = max((_us(told.high_us) * scale for told, scale in timed), default=0.0)
+    end_us = max(slowest, min(highest, _WIDEST * slowest)) or 1.0
+    bars = []
+    for told, scale, row in zip(graph.candidates, scales, choices.rows(graph), strict=True):
+        if not told.latency_us:
+            bars.append(Bar(row))
+            continue
+        length = 100 * told.latency_us * scale / end_us
+        low = 100 * _us(told.low_us, told.latency_us) * scale / end_us
+        high = 100 * _us(told.high_us, told.latency_us) * scale / end_us
+        bars.append(Bar(row, length, min(low, 100.0), min(high, 100.0), high > 100.0001))
+    eager = None if base is None else 100 * _us(base.latency_us) / end_us
+    return Chart(bars, eager, any(abs(scale - 1) > 1e-6 for scale in scales))
+
+
+def _us(value: float | None, otherwise: float = 0.0) -> float:
+    return otherwise if value is None else value
+
+
+def _scale(told: CandidateReport, base: CandidateReport | None) -> float:
+    """What a candidate's times are multiplied by so that they can stand beside eager's."""
+    if base is None or not base.latency_us or not told.latency_us or not told.speedup:
+        return 1.0
+    return base.latency_us / told.speedup / told.latency_us
