@@ -252,13 +252,22 @@ def test_without_a_sampler_the_work_runs_and_one_warning_says_what_to_install(ca
 
 
 def test_without_any_plugin_the_warning_names_py_spy(caplog):
-    """And so does the error for a sampler by name that nobody has."""
+    """And so does the error for a sampler by name that nobody has; what is blocked is said."""
     with fuseboard.settings(block=["pyspy", "perf"]):
         SamplingProfiler().profile(int)
         with pytest.raises(SamplingError, match="no plugin 'pref' with a sampler is installed"):
             SamplingProfiler(sampler="pref", stop_at_error=True).profile(int)
     (warning,) = warnings(caplog)
-    assert "none is installed: pip install 'fuseboard[pyspy]'" in warning
+    assert "none is installed (the setting 'block' keeps out " in warning
+    assert warning.endswith("): pip install 'fuseboard[pyspy]'")
+
+
+def test_a_sampler_by_name_that_is_blocked_is_said_to_be():
+    """With the place where it was blocked."""
+    with fuseboard.settings(block=["perf"]):
+        profiler = SamplingProfiler(sampler="perf", stop_at_error=True)
+        with pytest.raises(SamplingError, match="perf: named by the setting 'block', set in"):
+            profiler.profile(int)
 
 
 def test_settings_that_are_wrong_do_not_stop_the_work(caplog):

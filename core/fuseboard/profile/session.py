@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,15 @@ def find_samplers(name: str | None = None) -> tuple[list[Candidate], list[str]]:
     """
     settings = resolve()
     session = board.session(settings)
+    states = board.states(settings)
     problems = [
         f"{state.name}: {state.reason}"
-        for state in board.states(settings)
-        if state.state == "unavailable"
-        and name in (None, state.name)
-        and session.implements(state.name, HOOK)
+        for state in states
+        if name in (None, state.name)
+        and (
+            (state.state == "unavailable" and session.implements(state.name, HOOK))
+            or (state.state in ("blocked", "quarantined") and state.name == name)
+        )
     ]
     found: list[Candidate] = []
     for plugin in session.with_hook(HOOK):
@@ -70,9 +73,15 @@ def find_samplers(name: str | None = None) -> tuple[list[Candidate], list[str]]:
             found.append(Candidate(plugin, sampler))
     found.sort(key=lambda candidate: not candidate.sampler.python_frames)
     if not found and not problems:
-        wanted = f"no plugin {name!r} with a sampler is installed" if name else "none is installed"
-        problems.append(f"{wanted}: pip install 'fuseboard[pyspy]'")
+        problems.append(_nothing(name, [s.name for s in states if s.state == "blocked"]))
     return found, problems
+
+
+def _nothing(name: str | None, blocked: Sequence[str]) -> str:
+    """Where no plugin says anything of a sampler. What is blocked was never looked at."""
+    wanted = f"no plugin {name!r} with a sampler is installed" if name else "none is installed"
+    unseen = f" (the setting 'block' keeps out {', '.join(blocked)})" if blocked else ""
+    return f"{wanted}{unseen}: pip install 'fuseboard[pyspy]'"
 
 
 class SamplingSession:
