@@ -330,8 +330,8 @@ def _of_outside(summary: Summary) -> list[str]:
         )
     else:
         text += (
-            "Look in the trace for what runs between regions: ops that the board keeps for itself, "
-            "and copies of inputs that the call writes to."
+            "Look in the trace for what runs there: ops that the board keeps for itself, copies "
+            "into inputs that the call writes to, or Dynamo's and AOTAutograd's wrappers."
         )
     return [text]
 
