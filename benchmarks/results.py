@@ -86,7 +86,7 @@ def print_records(console: Console, records: Sequence[Record]) -> None:
     table = Table(title="Speed over eager in the same process", title_justify="left", box=SIMPLE)
     table.add_column("model", no_wrap=True)
     table.add_column("arm", no_wrap=True)
-    columns = ("thr", "ms a call", "speedup [95%]", "of medians", "cold s", "warm s")
+    columns = ("thr", "ms a call", "speedup [95%]", "of medians", "cold s", "warm s", "settle s")
     for name in (*columns, "break-even", "peak MiB", "graphs", "breaks"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = ""
@@ -103,6 +103,7 @@ def print_records(console: Console, records: Sequence[Record]) -> None:
             _number(r.speedup_of_medians, ".3f"),
             _number(r.cold_first_s, ".2f"),
             _number(r.warm_first_s, ".2f"),
+            _number(r.settle_s, ".1f"),
             _break_even(r),
             _number(r.peak_bytes and r.peak_bytes / 2**20, ".0f"),
             _number(r.graphs, "d"),

@@ -37,6 +37,7 @@ class Record:
     :ivar counted: what enters the geometric mean: 1.0 for a failure or a wrong result.
     :ivar cold_first_s: from nothing compiled or cached to the first answer.
     :ivar warm_first_s: the same in a new process with the caches of the cold one.
+    :ivar settle_s: from the first answer to the last choice between backends; 0 where none is made.
     :ivar peak_bytes: of that warm process, in which eager didn't run.
     :ivar break_even_calls: None where the arm never catches up with eager.
     :ivar ops: fuseboard's arms: ops by the backend that runs them, ``board`` being itself.
@@ -55,6 +56,7 @@ class Record:
     eager_first_s: float | None = None
     cold_first_s: float | None = None
     warm_first_s: float | None = None
+    settle_s: float | None = None
     break_even_calls: int | None = None
     peak_bytes: int | None = None
     graphs: int | None = None
@@ -119,6 +121,7 @@ def _fill_times(record: Record, case: Case, values: dict[str, Any]) -> None:
     record.speedup_of_medians = eager_median_s / arm_median_s
     record.counted = record.speedup.value
     record.cold_first_s = values["first_s"]
+    record.settle_s = values.get("settle_s")
     if not case.arm.is_eager:
         record.break_even_calls = break_even_calls(
             record.cold_first_s, record.eager_first_s, arm_median_s, eager_median_s

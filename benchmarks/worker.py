@@ -36,6 +36,8 @@ from benchmarks.protocol import Protocol
 PROGRESS = "@step "
 #: How many calls a ``first`` process makes before its peak memory is read.
 MEMORY_CALLS = 10
+#: How many calls a choice may need after everything is compiled.
+SETTLING_CALLS = 5
 #: Batch sizes of the recompile probe: the second makes the batch dynamic, the others must reuse it.
 PROBED_BATCHES = (64, 48, 33, 7)
 #: Memory budgets of the ``budget`` phase: all that min-cut would save, and half of it.
@@ -92,6 +94,21 @@ def first_call(arm: Arm, workload: Workload) -> tuple[Run, float, list[Tensor]]:
     if isinstance(run, TrainingStep):
         return run, seconds, run.answers(answer)
     return run, seconds, [answer.clone()]
+
+
+def settle(arm: Arm, run: Run, workload: Workload) -> float:
+    """Seconds until nothing is left to be measured; a call is made where that needs one."""
+    if not arm.is_fuseboard:
+        return 0.0
+    import fuseboard
+
+    step(f"{arm.name}, settling")
+    start = time.perf_counter()
+    for _ in range(SETTLING_CALLS):
+        if fuseboard.wait(progress=False):
+            break
+        run(*workload.inputs[0])
+    return time.perf_counter() - start
 
 
 def reference_answers(workload: Workload) -> list[Tensor] | None:
@@ -192,6 +209,9 @@ def _graph_notes(graph: Any) -> dict[str, Any]:
         "reason": reasons.most_common(1)[0][0] if reasons else "",
         "notes": list(graph.notes),
         "seconds": dict(graph.seconds),
+        "settled": graph.settled,
+        "decided": graph.decided,
+        "candidates": [dataclasses.asdict(candidate) for candidate in graph.candidates],
     }
 
 
@@ -205,6 +225,7 @@ def phase_full(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, An
     if not alone:
         step(f"{arm.name}, first call")
         runs["arm"], result["first_s"], answers = first_call(arm, workload)
+        result["settle_s"] = settle(arm, runs["arm"], workload)
         step("float64 reference")
         reference = reference_answers(workload)
         result["reference"] = "eager" if reference is None else "float64"
@@ -312,12 +333,9 @@ def phase_budget(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, 
 
 def phase_sampled(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
     """Blocks of calls with and without a sampling session, in turn."""
-    import fuseboard
-
     step(f"{arm.name}, first call")
     run, _, _ = first_call(arm, workload)
-    step("settling")
-    fuseboard.wait(progress=False)
+    settle(arm, run, workload)
     sessions = sampling.Sessions()
     with no_collection():
         step("warm-up")
