@@ -38,8 +38,8 @@ assert sys.argv[1] == "record", sys.argv
 told, acknowledge = map(int, sys.argv[sys.argv.index("--control") + 1][3:].split(","))
 assert os.read(told, 16) == b"enable\\n"
 {before}
-os.write(acknowledge, b"ack\\n\\0")
 try:
+    os.write(acknowledge, b"ack\\n\\0")
     time.sleep({seconds})
 except KeyboardInterrupt:
     pass

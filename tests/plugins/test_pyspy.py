@@ -239,8 +239,8 @@ import json, signal, sys, time
 if "--native" in sys.argv:
     print("Error: Native stack traces aren't supported here")
     sys.exit(1)
-print("py-spy> Sampling process 100 times a second. Press Control-C to exit.", flush=True)
 try:
+    print("py-spy> Sampling process 100 times a second. Press Control-C to exit.", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("py-spy> 1.20s behind in sampling, results may be inaccurate.")
