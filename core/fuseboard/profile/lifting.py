@@ -75,30 +75,33 @@ def lift_all(value: Any) -> Any:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.numel() == 0:
-        return tensor.to(dtype)
     result = tensor.to(dtype)
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return result
     if result.stride() == tensor.stride():
         return result
-    return restrided(tensor.resolve_conj().resolve_neg(), tensor.stride(), dtype)
+    return restrided(result.resolve_conj().resolve_neg(), tensor.stride())
 
 
-def restrided(
-    tensor: torch.Tensor, strides: Sequence[int], dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """The same elements laid out with given strides; they may overlap and leave gaps."""
+def restrided(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The same elements laid out with given strides, which may overlap and leave gaps.
+
+    :param tensor: elements that are to share memory are equal.
+    """
     spans = zip(tensor.shape, strides, strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in spans)
-    memory = torch.zeros(elements, dtype=dtype or tensor.dtype, device=tensor.device)
-    # Of elements that share memory one is written; writing them all is refused by torch.
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    memory = torch.zeros(elements, dtype=tensor.dtype, device=tensor.device)
     view = memory.as_strided(tensor.shape, tuple(strides))
-    target, source = view[once], tensor[once]
-    if _overlaps(target):
-        for number in range(target.shape[0]):  # a sliding window: row by row
-            target[number].copy_(source[number])
-    else:
-        target.copy_(source)
+    if not _overlaps(view):
+        view.copy_(tensor)
+        return view
+    places = torch.zeros(tensor.shape, dtype=torch.int64, device=tensor.device)
+    for dim, stride in enumerate(strides):
+        shape = [1] * tensor.dim()
+        shape[dim] = tensor.shape[dim]
+        steps = torch.arange(tensor.shape[dim], device=tensor.device)
+        places += (steps * stride).view(shape)
+    memory[places] = tensor
     return view
 
 
