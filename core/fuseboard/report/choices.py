@@ -161,6 +161,8 @@ def _quartiles(told: CandidateReport) -> str:
 
 
 def _factor(told: CandidateReport, base: CandidateReport | None) -> str:
+    if told is base:
+        return "1.00"
     if told.speedup is not None:
         return f"{told.speedup:.2f}"
     if base is None or not base.latency_us or not told.latency_us:

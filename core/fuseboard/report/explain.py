@@ -15,6 +15,7 @@ from fuseboard.backend import fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.profile.background import wait
+from fuseboard.report import choices
 from fuseboard.report.data import Break, GraphReport, ledger
 from fuseboard.report.dynamo import compiled_apart, compiled_from, watch
 from fuseboard.report.elsewhere import elsewhere
@@ -48,6 +49,8 @@ class Explanation:
             "graphs": [
                 {
                     **graph.as_dict(),
+                    "why": choices.why(graph),
+                    "untried": choices.untried(graph),
                     "elsewhere": [dataclasses.asdict(group) for group in elsewhere(graph)],
                 }
                 for graph in self.graphs
