@@ -118,13 +118,34 @@ def test_forward_and_backward_are_linked(tmp_path):
     assert starts & ends
 
 
-def test_a_first_call_shows_its_checks():
+def test_a_first_call_shows_stages_and_checks():
     """Compiled under the profiler: the region inside of its verification, then by itself."""
     with plugged() as backend, profile(activities=CPU) as trace, torch.no_grad():
         fn = compiled(torch.sin, backend, "eager")
         fn(rnd(3)), fn(rnd(3))
-    name = f"{last_graph().name}.region0 [fake]"
-    assert spans(trace) == [f"fuseboard::{s}" for s in (f"verify {name}", name, name)]
+    graph = last_graph().name
+    region = f"{graph}.region0 [fake]"
+    stages = [f"{stage} {graph}" for stage in ("fuse", "partition", "partition", "lower")]
+    expected = [*stages, f"verify {region}", region, region]
+    assert spans(trace) == [f"fuseboard::{name}" for name in expected]
+
+
+def test_measuring_is_a_span_of_its_own():
+    """What is compared is inside of it; what is timed isn't slowed down by spans."""
+    quick = {"compiles_quickly": True}
+    with plugged(info=quick) as backend, profile(activities=CPU) as trace, torch.no_grad():
+        fn = compiled(torch.sin, backend, "eager", policy="measured", cache=False)
+        fn(rnd(3)), fn(rnd(3))
+    graph = last_graph().name
+    names = [name.removeprefix("fuseboard::") for name in spans(trace)]
+    stages = [name for name in names if name.endswith(f" {graph}")]
+    assert stages == [
+        f"{stage} {graph}" for stage in ("fuse", "partition", "partition", "lower", "profile")
+    ]
+    compared = names[names.index(f"profile {graph}") + 1 :]
+    assert set(compared[:2]) == {f"{graph}.region0 [eager]", f"{graph}.region0 [fake]"}
+    # Two trials that were verified, and the calls; many more were timed.
+    assert len(compared) <= 2 + 2 * 2
 
 
 def test_weights_are_prepared_in_a_span():

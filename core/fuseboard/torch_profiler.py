@@ -8,8 +8,11 @@ How a profiler's start is noticed: each of torch's (``torch.profiler.profile``, 
 ``torch.autograd.profiler``, ``emit_nvtx``, ``emit_itt``) calls ``_run_on_profiler_start`` and
 ``_run_on_profiler_stop`` of ``torch/autograd/profiler.py``, looked up as globals of that module, to
 keep its flag ``_is_profiler_enabled``. They are replaced by functions that call them and then look
-at the flag. Nothing else of torch's tells of a start. Read against torch 2.13. A profiler that is
-started from outside of Python (Kineto on demand) isn't noticed.
+at the flag. Nothing else of torch's tells of a start. A profiler that is started from outside of
+Python (Kineto on demand) isn't noticed.
+
+Read against torch 2.13, ``torch/autograd/profiler.py`` and ``torch/profiler/profiler.py``, which
+uses ``_record_function_with_args_enter`` as it is used here.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -33,10 +36,10 @@ log = logging.getLogger("fuseboard")
 #: What every span's name begins with.
 PREFIX = "fuseboard::"
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
-
 _SOUND_CUDA = "12.6"
 _KEEP_CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+_enter: Callable[[str], Any] = vars(torch.autograd)["_record_function_with_args_enter"]
+_exit: Callable[[Any], None] = vars(torch.autograd)["_record_function_with_args_exit"]
 _HOOKS = ("_run_on_profiler_start", "_run_on_profiler_stop")
 
 
@@ -48,17 +51,23 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 class Spanned:
-    """Something to call, inside of a span."""
+    """Something to call, inside of a span while a profiler runs."""
 
-    __slots__ = ("call", "name")
+    __slots__ = ("_name", "call")
 
     def __init__(self, call: Callable[..., Any], name: str) -> None:
         self.call = call
-        self.name = name
+        self._name = f"{PREFIX}{name}"
 
     def __call__(self, *args: Any) -> Any:
-        with span(self.name):
+        if not profiler._is_profiler_enabled:
             return self.call(*args)
+        # What record_function does, without the dispatcher: 2 us instead of 10 in each region.
+        handle = _enter(self._name)
+        try:
+            return self.call(*args)
+        finally:
+            _exit(handle)
 
 
 class _Traceable:
