@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ from fuseboard.partition.stages import has_effects
 from fuseboard.partition.support import Support
 from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate
-from fuseboard.profile.tuner import Tuner
+from fuseboard.profile.ranks import check_same, from_first, several_ranks
+from fuseboard.profile.tuner import Decide, Tuner
 from fuseboard.report.data import CandidateReport, GraphReport, NodeReport, ledger
 from fuseboard.report.nodes import describe_ends, module_path, value_text
 from fuseboard.report.structured_trace import emit
@@ -264,15 +266,27 @@ class Pipeline:
 
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
         book = Book.of(session, work.captured, work.kind, work.fixed, report)
-        tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed)
+        decide = self._agreed(work, book) if several_ranks() else None
+        tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed, decide)
         tuner.start(defers=self._defers(work))
 
     def _defers(self, work: _Work) -> bool:
         """Whether what takes long is compiled beside the first calls.
 
-        Guards that are added to symbolic sizes later would be lost.
+        Guards that are added to symbolic sizes later would be lost; and ranks would compare what has
+        been compiled in different calls.
         """
-        return self.session.settings.settle == "background" and not is_symbolic(work.graph)
+        background = self.session.settings.settle == "background" and not several_ranks()
+        return background and not is_symbolic(work.graph)
+
+    def _agreed(self, work: _Work, book: Book) -> Decide:
+        """How decisions are made in a job of several ranks: by rank 0.
+
+        :raises RankError: another rank compiles another graph.
+        """
+        what = f"{work.kind} graph of {self.frame}"
+        check_same(book.parts or {}, what)
+        return partial(from_first, what=what)
 
     def _real_inputs(
         self, placeholders: Sequence[Node], fixed: Collection[int]
@@ -362,7 +376,10 @@ class Pipeline:
         """
         session, settings = self.session, self.session.settings
         *others, eager = session.backends
-        if settings.policy == "measured" and (why_not := _not_measured(work.graph)):
+        why_not = _not_measured(work.graph)
+        if not why_not and settings.ranks == "priority" and several_ranks():
+            why_not = "a job of several ranks; ranks = 'agree' lets rank 0 measure for all of them"
+        if settings.policy == "measured" and why_not:
             work.report.notes.append(f"planned by priority, not by measurement: {why_not}")
         elif settings.policy == "measured":
             guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
@@ -497,9 +514,6 @@ def _claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
 
 def _not_measured(graph: GraphModule) -> str:
     """Why a graph's candidates can't be compared by running them; "" if they can."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        if torch.distributed.get_world_size() > 1:
-            return "the ranks of a job have to agree"
     effects = next(filter(has_effects, graph.graph.nodes), None)
     return "" if effects is None else f"{target_name(effects)} has effects and is run once a call"
 

@@ -76,6 +76,13 @@ class Settings(BaseModel):
         ge=0,
         allow_inf_nan=False,
     )
+    ranks: Literal["priority", "agree"] = _setting(
+        "priority",
+        "'priority', 'agree'",
+        "What a job of several ranks does under the policy 'measured': plan by priority, the same on "
+        "each, or let rank 0 measure and all follow it, which needs the same graphs in the same "
+        "order on all ranks.",
+    )
     margin: float = _setting(
         0.03,
         "a number from 0 to 1",

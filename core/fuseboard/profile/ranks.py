@@ -65,6 +65,11 @@ def from_first(
     return value  # type: ignore[no-any-return]
 
 
+def several_ranks() -> bool:
+    """Whether this process is one of several of a job."""
+    return _job(None) is not None
+
+
 def agree(value: T, what: str, *, wait_s: float = WAIT_S, group: Any = None) -> T:
     """Rank 0's value, on every rank; otherwise as :func:`from_first`."""
     return from_first(lambda: value, what, wait_s=wait_s, group=group)

@@ -39,6 +39,10 @@ from fuseboard.torch_symbols import compiling_in_a_call
 log = logging.getLogger("fuseboard")
 
 
+#: Makes a decision: calls the function, on this rank or on another one.
+Decide = Callable[[Callable[[], Any]], Any]
+
+
 class Tuner:
     """Compares the candidates of one graph, and installs the winners.
 
@@ -47,6 +51,7 @@ class Tuner:
     :param mode: the fake mode that the graph was captured under.
     :param book: where decisions are kept.
     :param installed: is told of each winner.
+    :param decide: answers what a function does, or what it did on another rank.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Tuner:
         mode: Any,
         book: Book,
         installed: Callable[[Candidate], None],
+        decide: Decide | None = None,
     ) -> None:
         self._runner = runner
         self._candidates = candidates
@@ -64,6 +70,7 @@ class Tuner:
         self._mode = mode
         self._book = book
         self._installed = installed
+        self._decide = decide or _here
         self._session: Session = runner.session
         self._report = runner.report
         self._chosen: Candidate | None = None
@@ -95,7 +102,7 @@ class Tuner:
 
         :param defers: what takes long is compiled in the background.
         """
-        for candidate in self._left(self._book.find()):
+        for candidate in self._left(self._decide(self._book.find)):
             self._lower(candidate, defers=defers and self._takes_long(candidate))
             if candidate.program is not None:
                 self._due.append(candidate)
@@ -235,7 +242,7 @@ class Tuner:
                     self._install(candidate)  # if the user interrupts, there is something to run
             right = [candidate for candidate in order if candidate.proven and not candidate.out]
             proofs.references = None
-            winner = self._fastest(right, inputs) if len(right) > 1 else self._chosen
+            winner = self._winner(right, inputs)
         if winner is None:
             self._run_eager()
             return
@@ -246,6 +253,19 @@ class Tuner:
         self._install(winner)
         self._book.record(winner.name, self._report.candidates, self.settled)
         emit(self._report)
+
+    def _winner(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
+        """The fastest of what is right, as this rank or another one decides."""
+
+        def name() -> str:
+            fastest = self._fastest(right, inputs) if len(right) > 1 else self._chosen
+            return fastest.name if fastest is not None else ""
+
+        chosen = self._decide(name)
+        found = next((candidate for candidate in right if candidate.name == chosen), None)
+        if found is None and chosen and right:
+            self._report.notes.append(f"rank 0 chose {chosen}, which isn't right on this rank")
+        return found or (right[0] if right and chosen else None)
 
     def _verify(self, candidate: Candidate, inputs: list[Any], proofs: Proofs) -> bool:
         """Whether a candidate keeps its contract and computes the right values."""
@@ -341,6 +361,10 @@ class Tuner:
             ) from error
         source = next((s for r in candidate.regions for s in r.sources), "")
         trip(self._report, plugin, stage, self.name, error, instead, source)
+
+
+def _here(decide: Callable[[], Any]) -> Any:
+    return decide()
 
 
 def _compiled(
