@@ -98,7 +98,7 @@ def test_a_training_script(tmp_path):
     assert summary.breaks[0]["source"] == f"{tmp_path / 'step.py'}:13"
     assert summary.peak_bytes["cpu"] > 0
     assert "forward1.region0" in done.stderr
-    assert "Dynamo broke graphs: 1 further compiled pieces ran in each call" in done.stderr
+    assert "Dynamo broke graphs: 1 further compiled piece ran in each call" in done.stderr
     assert str(path) in done.stderr
 
 

@@ -283,7 +283,8 @@ def _of_breaks(summary: Summary) -> list[str]:
     text = "Dynamo broke graphs"
     if summary.resumed:
         per_call = summary.resumed / max(summary.calls - summary.backwards, 1)
-        text += f": {per_call:.3g} further compiled pieces ran in each call"
+        pieces = "piece" if per_call == 1 else "pieces"
+        text += f": {per_call:.3g} further compiled {pieces} ran in each call"
     text += ". After each, Python runs what couldn't be compiled"
     reasons = Counter({b["reason"]: b.get("count", 1) for b in summary.breaks}).most_common(1)
     if reasons:
