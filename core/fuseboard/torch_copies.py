@@ -91,29 +91,36 @@ Append = Callable[[str, str, Any, Any, Any, Any], Node]
 def _appender(graph: Graph) -> Append:
     """What appends a node of an op, name, target, args, kwargs and type to a graph."""
     if _is_known():
-        return _Appender(graph)
+        return _quick_appender(graph)
     return lambda op, name, target, args, kwargs, kind: graph.create_node(
         op, target, args, kwargs, name, kind
     )
 
 
-class _Appender:
+def _quick_appender(graph: Graph) -> Append:
     """What ``create_node`` does, less what the module's docstring names."""
+    names = graph._graph_namespace._obj_to_name
+    use = graph._graph_namespace._used_names.add
+    link = graph._root.prepend  # the root closes the ring of nodes
+    found = graph._find_nodes_lookup_table.table
+    calls: dict[int, dict[Node, None]] = {}  # a part of that, by identity: hashing ops is slow
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._names = graph._graph_namespace
-        self._found = graph._find_nodes_lookup_table.table
-        self._append = graph._root.prepend  # the root closes the ring of nodes
-
-    def __call__(self, op: str, name: str, target: Any, args: Any, kwargs: Any, kind: Any) -> Node:
-        node = Node(self._graph, name, op, target, args, kwargs, kind)
-        self._names._used_names.add(name)
-        self._names._obj_to_name[node] = name
-        self._append(node)
-        self._found[op, target if op == "call_function" else None][node] = None
-        self._graph._len += 1
+    def append(op: str, name: str, target: Any, args: Any, kwargs: Any, kind: Any) -> Node:
+        node = Node(graph, name, op, target, args, kwargs, kind)
+        use(name)
+        names[node] = name
+        link(node)
+        if op != "call_function":
+            found[op, None][node] = None
+        else:
+            same = calls.get(id(target))
+            if same is None:
+                same = calls[id(target)] = found[op, target]
+            same[node] = None
+        graph._len += 1
         return node
+
+    return append
 
 
 @functools.cache

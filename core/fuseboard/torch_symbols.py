@@ -27,12 +27,12 @@ def measures(tensor: torch.Tensor) -> list[Any]:
 
 def symbolic_numbers(value: Any) -> list[Any]:
     """The numbers in a node's value that aren't plain: itself, or its sizes, strides, offset."""
-    if isinstance(value, list | tuple):
-        return [number for item in value for number in symbolic_numbers(item)]
     if isinstance(value, torch.Tensor):
         if is_plain(value):
             return []  # as nearly always: looking at each number takes a hundred times as long
         return [number for number in measures(value) if isinstance(number, NUMBERS)]
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in symbolic_numbers(item)]
     return [value] if isinstance(value, NUMBERS) else []
 
 

@@ -34,12 +34,18 @@ def estimates_us(nodes: Iterable[Node]) -> dict[Node, float]:
         return found
 
     estimates: dict[Node, float] = {}
+    kinds: dict[int, tuple[bool, bool]] = {}  # of ops, by identity: hashing one takes as long
     for node in nodes:
-        if is_free(node):
+        kind = kinds.get(id(node.target))
+        if kind is None:
+            kind = kinds[id(node.target)] = is_view(node), is_contraction(node)
+        views, contracts = kind
+        if views or not _holds_tensor(node.meta.get("val")):
             estimates[node] = 0.0
             continue
         traffic = own_bytes(node) + sum(map(own_bytes, node.all_input_nodes))
-        estimates[node] = max(_flops(node) / FLOPS_PER_US, traffic / BYTES_PER_US)
+        flops = _flops(node) if contracts else 0.0
+        estimates[node] = max(flops / FLOPS_PER_US, traffic / BYTES_PER_US)
     return estimates
 
 
@@ -100,9 +106,7 @@ def is_creation(node: Node) -> bool:
 
 
 def _flops(node: Node) -> float:
-    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
-    if not is_contraction(node):
-        return 0.0
+    """Floating-point operations of a contraction; 0 where its shapes don't tell."""
     name = node.target._opname  # type: ignore[union-attr]
     shapes = [
         sizes(value)

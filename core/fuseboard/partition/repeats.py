@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fuseboard import torch_symbols
 from fuseboard.contracts import BackendInfo, Repeats
 from fuseboard.partition.estimate import (
     BYTES_PER_US,
@@ -81,10 +82,13 @@ def repeated_regions(
     if mode == "never":
         return regions, notes
     total_us = sum(estimates_us(nodes).values()) if mode == "auto" else 0.0
+    placed: dict[str | None, list[Node]] = {}
+    for node in nodes:
+        placed.setdefault(placements.get(node.name), []).append(node)
     for info in backends:
         if mode == "auto" and (info.compiles_quickly or info is backends[-1]):
             continue
-        own = [node for node in nodes if placements.get(node.name) == info.name]
+        own = placed.get(info.name, [])
         if len(own) < 2 * MIN_NODES:
             continue
         repeats = find_repeats(own)
@@ -154,12 +158,8 @@ def _labels(nodes: Sequence[Node]) -> list[int]:
 
 
 def _label(node: Node) -> tuple[Any, ...]:
-    return (
-        node.target,
-        _constant(node.args),
-        _constant(node.kwargs),
-        _metadata(node.meta.get("val")),
-    )
+    kwargs = _constant(node.kwargs) if node.kwargs else ()
+    return (node.target, _constant(node.args), kwargs, _metadata(node.meta.get("val")))
 
 
 def _constant(value: Any) -> Any:
@@ -168,22 +168,26 @@ def _constant(value: Any) -> Any:
         return "%"
     if isinstance(value, list | tuple):
         return (list, *map(_constant, value))
+    if isinstance(value, int | bool | str | None):
+        return (type(value), value)
     if isinstance(value, dict):
         return (dict, *((key, _constant(item)) for key, item in value.items()))
     if isinstance(value, slice):
         return (slice, *map(_constant, (value.start, value.stop, value.step)))
-    if isinstance(value, int | float | bool | str | None):
-        return (type(value), repr(value))
+    if isinstance(value, float):
+        return (float, repr(value))  # 0.0 and -0.0 differ, and nan is nan
     return (type(value), str(value))
 
 
 def _metadata(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(_metadata, value))
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             return (value.dtype, value.device, str(value.layout), _sizes(value.shape))
+        if torch_symbols.is_plain(value):
+            return (value.dtype, value.device, value.shape, value.stride())
         return (value.dtype, value.device, _sizes(value.shape), _sizes(value.stride()))
+    if isinstance(value, list | tuple):
+        return tuple(map(_metadata, value))
     return (type(value), str(value))
 
 
@@ -243,8 +247,6 @@ class _Boundaries:
         self._nodes = nodes
         self._place = {node: place for place, node in enumerate(nodes)}
         self._depth = self._contraction_depths()
-        #: for each value: (the last place that reads it, the last that could be fused with it)
-        self._reach = {node: self._last_readers(node) for node in nodes if not is_view(node)}
 
     def _contraction_depths(self) -> dict[Node, int]:
         depths: dict[Node, int] = {}
@@ -254,6 +256,7 @@ class _Boundaries:
         return depths
 
     def _last_readers(self, node: Node) -> tuple[int, int]:
+        """The last place that reads a value, and the last that could be fused with it."""
         last = fused = -1
         pending = list(node.users)
         while pending:
@@ -302,7 +305,9 @@ class _Boundaries:
         fused: dict[int, list[Node]] = {place: [] for place in window}
         for made in range(first, window.stop):
             node = self._nodes[made]
-            last, fusible = self._reach.get(node, (-1, -1))
+            if is_view(node):
+                continue
+            last, fusible = self._last_readers(node)
             if last < window.start or is_free(node) or is_creation(node):
                 continue
             size = value_bytes(node.meta.get("val"))

@@ -61,16 +61,17 @@ def _earliest(
     places: Mapping[Node, Place],
 ) -> Place:
     """The place of nodes that move together, in the first stage behind all that they read."""
+    if len(unit) == 1:
+        read: Iterable[Node] = reads[unit[0]]
+    else:
+        inside = set(unit)
+        read = [used for node in unit for used in reads[node] if used not in inside]
     stage = 0
-    inside = set(unit) if len(unit) > 1 else ()
-    for node in unit:
-        for used in reads[node]:
-            if used in inside:
-                continue
-            place = places[used]
-            if place.stage >= stage:
-                together = planned < 0 and place.planned < 0 and place.backend == backend
-                stage = place.stage if together else place.stage + 1
+    for used in read:
+        earliest, other, group = places[used]
+        if earliest >= stage:
+            together = planned < 0 and group < 0 and other == backend
+            stage = earliest if together else earliest + 1
     return Place(stage, backend, planned)
 
 

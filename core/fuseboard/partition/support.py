@@ -43,21 +43,20 @@ class Support:
             return self._bit("holds graphs")
         traits = self._of_value(node)
         for used in node.all_input_nodes:
-            traits |= self._of_value(used)
+            known = self._own.get(used)
+            traits |= self._of_value(used) if known is None else known
         return traits
 
     def _of_value(self, node: Node) -> int:
-        known = self._own.get(node)
-        if known is None:
-            value = node.meta.get("val")
-            known = 0
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, torch.Tensor):
-                    known |= self._of_kind(item.dtype, item.device)
-            if torch_symbols.symbolic_numbers(value):
-                known |= self._bit("symbolic")
-            self._own[node] = known
-        return known
+        value = node.meta.get("val")
+        traits = 0
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, torch.Tensor):
+                traits |= self._of_kind(item.dtype, item.device)
+        if torch_symbols.symbolic_numbers(value):
+            traits |= self._bit("symbolic")
+        self._own[node] = traits
+        return traits
 
     def _of_kind(self, dtype: torch.dtype, device: torch.device) -> int:
         known = self._plain.get((dtype, device))
