@@ -300,6 +300,46 @@ def test_reports_are_in_torchs_structured_trace(tmp_path):
     assert "inference graph inference0" in words
 
 
+COMPARED = """
+import torch, fuseboard
+model = torch.nn.Linear(8, 8).requires_grad_(False)
+with torch.no_grad():
+    for _ in range(2):
+        fn = torch.compile(model, backend="fuseboard",
+                           options={"backends": ["mkldnn", "eager"], "measure_s": 0.05})
+        fn(torch.ones(3, 8))
+        model = torch.nn.Linear(8, 4).requires_grad_(False)
+"""
+
+
+def test_each_comparison_is_in_the_structured_trace(tmp_path):
+    """It is made in a call, when no compile is under way; its record has the compile's id still."""
+    pytest.importorskip("fuseboard_mkldnn")
+    script = tmp_path / "compared.py"
+    script.write_text(COMPARED)
+    environment = {
+        **os.environ,
+        "TORCH_TRACE": str(tmp_path / "logs"),
+        "FUSEBOARD_POLICY": "measured",
+        "FUSEBOARD_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    subprocess.run([sys.executable, str(script)], env=environment, check=True, cwd=tmp_path)
+    (log,) = (tmp_path / "logs").iterdir()
+    told = [
+        (record["frame_id"], record["frame_compile_id"], json.loads(payload)["decided"])
+        for record, payload in artifacts(log)
+        if record["artifact"]["encoding"] == "json"
+    ]
+    first, second = told[0][:2], told[2][:2]
+    assert first != second
+    assert told == [
+        (*first, ""),
+        (*first, "measured in a call"),
+        (*second, ""),
+        (*second, "measured in a call"),
+    ]
+
+
 def test_nobody_pays_for_a_trace_that_is_off(monkeypatch):
     """No report is written down where no handler listens."""
     from fuseboard import torch_internals
