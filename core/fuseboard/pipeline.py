@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,81 +15,38 @@ from torch.fx import GraphModule, Node
 from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import (
-    BackendInfo,
     Boxed,
-    Claim,
-    Decline,
     Event,
     GraphKind,
     Plan,
-    Repeats,
     Stage,
 )
 from fuseboard.errors import LoweringError, PluginError, RegionError
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
-from fuseboard.lower.codegen import target_name
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.guards import watching_guards
-from fuseboard.lower.lowering import Lowering, source_line
+from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Program, Site
 from fuseboard.lower.runner import Runner
 from fuseboard.lower.specialise import compiling
-from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.partition.board_nodes import board_nodes
-from fuseboard.partition.claims import arbitrate
 from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
-from fuseboard.partition.pins import Pins, Wishes
-from fuseboard.partition.plan import make_plan
-from fuseboard.partition.plan_check import PlanCheck
-from fuseboard.partition.regions import Cut, cut_regions
-from fuseboard.partition.stages import has_effects
-from fuseboard.partition.support import Support
+from fuseboard.partition.pins import Pins
+from fuseboard.partition.regions import cut_regions
+from fuseboard.planning import Planner, defers
 from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate
 from fuseboard.profile.ranks import check_same, from_first, several_ranks
 from fuseboard.profile.tuner import Decide, Tuner
-from fuseboard.report.data import CandidateReport, GraphReport, NodeReport, ledger
-from fuseboard.report.nodes import describe_ends, module_path, value_text
+from fuseboard.report.data import CandidateReport, GraphReport, ledger
+from fuseboard.report.nodes import describe_ends
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_copies import copy_graph
-
-Claims = dict[str, list[Claim | Decline]]
+from fuseboard.work import Draft, Work, claimed, describe_nodes, placed
 
 _graph_numbers: dict[str, Iterator[int]] = {}
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One graph on its way through the stages.
-
-    :ivar captured: as AOTAutograd gave it; ``graph`` is fused.
-    :ivar kept: the board's own nodes, with reasons.
-    """
-
-    graph: GraphModule
-    captured: GraphModule
-    kind: GraphKind
-    report: GraphReport
-    roles: torch_internals.InputRoles
-    counter: FusionCounter
-    kept: Mapping[Node, str]
-    claims: Claims
-    wishes: Wishes
-
-    @property
-    def fixed(self) -> frozenset[int]:
-        """Positions of the inputs that are weights and that the call doesn't write to."""
-        return frozenset() if self.kind == "backward" else self.roles.static - self.roles.mutated
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A plan, and the regions that it makes."""
-
-    plan: Plan
-    cuts: list[Cut]
 
 
 class Pipeline:
@@ -104,6 +60,7 @@ class Pipeline:
         self.session = session
         self.frame = frame
         self.pins = pins or Pins(session)
+        self.planner = Planner(session, self.pins, self._tripped)
         #: Dynamo's, real, as long as it waits for the backend.
         self.example_inputs: Sequence[Any] = ()
         # What tripped before there was a graph: told in the report of the first.
@@ -179,7 +136,7 @@ class Pipeline:
     def _compile(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> Boxed:
         work = self._begin(graph, kind, report)
         with report.timed("partition"), collection_paused():
-            plans = self._plans(work)
+            plans = self.planner.plans(work)
             drafts = [self._cut(work, plan) for plan in plans]
         placed = dict(Counter(cut.backend for cut in drafts[0].cuts))
         self._notify("plan", report, report.seconds["partition"], regions=placed)
@@ -197,7 +154,7 @@ class Pipeline:
         self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
         return runner.boxed()
 
-    def _begin(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> _Work:
+    def _begin(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> Work:
         """Fuse the graph as a whole, and ask who wants what of it."""
         captured = copy_graph(graph)
         graph = copy_graph(graph)
@@ -207,19 +164,19 @@ class Pipeline:
                 graph = self._fuse_graph(graph, kind, report, counter)
         with report.timed("partition"), collection_paused():
             kept = board_nodes(graph)
-            wanted = self.pins.of(_placed(graph, kept))
-            claims = self._claims(graph, kind, kept, wanted.excluded, report)
+            wanted = self.pins.of(placed(graph, kept))
+            claims = self.planner.claims(graph, kind, kept, wanted.excluded, report)
             wishes = wanted.resolve(claims)
             report.notes.extend(wishes.notes)
         roles = torch_internals.input_roles()
-        return _Work(graph, captured, kind, report, roles, counter, kept, claims, wishes)
+        return Work(graph, captured, kind, report, roles, counter, kept, claims, wishes)
 
-    def _cut(self, work: _Work, plan: Plan) -> _Draft:
+    def _cut(self, work: Work, plan: Plan) -> Draft:
         merge = self.session.settings.merge_regions
         graph, kept = work.graph, list(work.kept)
-        return _Draft(plan, cut_regions(graph, plan.placements, kept, plan.regions, merge))
+        return Draft(plan, cut_regions(graph, plan.placements, kept, plan.regions, merge))
 
-    def _lowering(self, work: _Work, report: GraphReport, counter: FusionCounter) -> Lowering:
+    def _lowering(self, work: Work, report: GraphReport, counter: FusionCounter) -> Lowering:
         placeholders = work.graph.graph.find_nodes(op="placeholder")
         fixed = work.fixed
         return Lowering(
@@ -227,13 +184,13 @@ class Pipeline:
             report=report,
             kind=work.kind,
             static=frozenset(n for i, n in enumerate(placeholders) if i in fixed),
-            claimed={name: _claimed(answers) for name, answers in work.claims.items()},
+            claimed={name: claimed(answers) for name, answers in work.claims.items()},
             counter=counter,
             hoisting=self.session.settings.hoist and work.kind == "inference",
             real=self._real_inputs(placeholders, fixed),
         )
 
-    def _lower(self, work: _Work, draft: _Draft, runner: Runner) -> None:
+    def _lower(self, work: Work, draft: Draft, runner: Runner) -> None:
         """One plan: what fails is contained region by region."""
         report = work.report
         report.notes.extend(draft.plan.notes)
@@ -243,10 +200,10 @@ class Pipeline:
             Site(cut, lowering.lower(cut, f"{report.name}.region{i}", whole))
             for i, cut in enumerate(draft.cuts)
         ]
-        self._describe_nodes(work, draft.plan, sites)
+        describe_nodes(work, draft.plan, sites)
         runner.install(Program(runner.board, sites))
 
-    def _tune(self, work: _Work, drafts: Sequence[_Draft], runner: Runner) -> None:
+    def _tune(self, work: Work, drafts: Sequence[Draft], runner: Runner) -> None:
         """Several plans: measuring decides, or has decided before."""
         session, report = self.session, work.report
         plans: dict[Candidate, Plan] = {}
@@ -255,31 +212,22 @@ class Pipeline:
             counter = dataclasses.replace(work.counter, applied=[])
             own = dataclasses.replace(report, regions=[])
             lowering = dataclasses.replace(self._lowering(work, own, counter), strict=True)
-            told = CandidateReport(_name(draft))
+            told = CandidateReport(draft.name)
             report.candidates.append(told)
             plans[Candidate(draft.cuts, lowering, told)] = draft.plan
 
         def installed(winner: Candidate) -> None:
             assert winner.program is not None
             report.regions[:] = winner.regions
-            self._describe_nodes(work, plans[winner], winner.program.sites)
+            describe_nodes(work, plans[winner], winner.program.sites)
 
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
         book = Book.of(session, work.captured, work.kind, work.fixed, report)
         decide = self._agreed(work, book) if several_ranks() else None
         tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed, decide)
-        tuner.start(defers=self._defers(work))
+        tuner.start(defers=defers(session, work.graph))
 
-    def _defers(self, work: _Work) -> bool:
-        """Whether what takes long is compiled beside the first calls.
-
-        Guards that are added to symbolic sizes later would be lost; and ranks would compare what has
-        been compiled in different calls.
-        """
-        background = self.session.settings.settle == "background" and not several_ranks()
-        return background and not is_symbolic(work.graph)
-
-    def _agreed(self, work: _Work, book: Book) -> Decide:
+    def _agreed(self, work: Work, book: Book) -> Decide:
         """How decisions are made in a job of several ranks: by rank 0.
 
         :raises RankError: another rank compiles another graph.
@@ -330,115 +278,6 @@ class Pipeline:
         self._notify("fuse", report, 0.0, offered=counter.offered)
         return graph
 
-    def _claims(
-        self,
-        graph: GraphModule,
-        kind: GraphKind,
-        kept: Mapping[Node, str],
-        excluded: Mapping[str, Mapping[str, str]],
-        report: GraphReport,
-    ) -> Claims:
-        """Each backend's answers, less what the board or the user declines on its behalf."""
-        nodes = {node.name: node for node in _placed(graph, kept)}
-        support = Support(nodes.values())
-        claims: Claims = {}
-        specialise = self.session.settings.dynamic == "specialise"
-        example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
-        for info in self.session.backends:
-            answers: list[Claim | Decline] = []
-            if kind != "inference" and not info.training:
-                answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
-            else:
-                try:
-                    shown = copy_graph(graph if info.dynamic_shapes else example)
-                    with watching_guards(self.session, info.name, shown, report.notes):
-                        answers = (
-                            self.session.call(
-                                "fuseboard_claim",
-                                info.name,
-                                graph=shown,
-                                kind=kind,
-                                options=self.session.options(info.name),
-                            )
-                            or []
-                        )
-                except (PluginError, LoweringError) as error:
-                    self._tripped(report, info.name, "claim", error, "the other backends")
-            refused = support.refusals(info, specialise) | dict(excluded.get(info.name, {}))
-            claims[info.name] = arbitrate(answers, refused, nodes)
-        return claims
-
-    def _plans(self, work: _Work) -> list[Plan]:
-        """The plans to choose between: one where nothing is to be measured.
-
-        In order of preference, what is simpler first: eager, each backend by itself, then the plan
-        over all of them.
-        """
-        session, settings = self.session, self.session.settings
-        *others, eager = session.backends
-        why_not = _not_measured(work.graph)
-        if not why_not and settings.ranks == "priority" and several_ranks():
-            why_not = "a job of several ranks; ranks = 'agree' lets rank 0 measure for all of them"
-        if settings.policy == "measured" and why_not:
-            work.report.notes.append(f"planned by priority, not by measurement: {why_not}")
-        elif settings.policy == "measured":
-            guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
-            who, plan = self._plan(work, [*guessed, eager], settings.repeats)
-            if who != "defaults":
-                return [plan]  # a planner that the user installed decides by itself
-            plans = [] if session.eager_is_fallback_only and others else [self._eager_plan(work)]
-            for info in others:
-                repeats = settings.repeats
-                if repeats == "auto" and not info.compiles_quickly and self._defers(work):
-                    repeats = "never"  # the whole graph runs at least as fast, and nobody waits
-                plans.append(self._plan(work, [info, eager], repeats)[1])
-            plans.append(plan)
-            return _unlike(plans)
-        guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
-        return [self._plan(work, [*guessed, eager], settings.repeats)[1]]
-
-    def _eager_plan(self, work: _Work) -> Plan:
-        return self._plan(work, [self.session.backends[-1]], "never")[1]
-
-    def _plan(
-        self, work: _Work, backends: Sequence[BackendInfo], repeats: Repeats
-    ) -> tuple[str, Plan]:
-        """Who planned for these backends, and the plan, checked; the default's if it breaks a rule.
-
-        Backends that something is pinned to take part in any case.
-        """
-        settings = self.session.settings
-        pinned = set(work.wishes.pins.values())
-        order = [i for i in self.session.backends if i in backends or i.name in pinned]
-        claims = {info.name: work.claims[info.name] for info in order}
-        graph, kept, report = work.graph, work.kept, work.report
-        arguments: dict[str, Any] = {
-            "graph": graph,
-            "kind": work.kind,
-            "claims": claims,
-            "backends": order,
-            "pins": work.wishes.pins,
-            "policy": settings.policy,
-            "min_region_us": settings.min_region_us,
-            "merge_regions": settings.merge_regions,
-            "repeats": repeats,
-        }
-        who = "fuseboard_plan"
-        try:
-            who, plan = self.session.first(
-                "fuseboard_plan", **{**arguments, "graph": copy_graph(graph)}
-            )
-            pins = work.wishes.pins
-            PlanCheck(_placed(graph, kept), claims, pins, self.pins.paths, who)(plan)
-            return who, plan
-        except (PluginError, LoweringError) as error:
-            plugin = getattr(error, "plugin", "") or who
-            where = self.session.override_origin("plan", plugin)
-            if where and isinstance(error, PluginError):
-                error.add(f"It decides the plan by {where}.")
-            self._tripped(report, plugin, "plan", error, "the default plan")
-            return plugin, make_plan(**arguments)
-
     def _tripped(
         self, report: GraphReport, plugin: str, stage: Stage, error: Exception, instead: str
     ) -> None:
@@ -463,70 +302,3 @@ class Pipeline:
         report.trips.extend(self._at_capture.trips)
         self._at_capture.trips.clear()
         return report
-
-    def _describe_nodes(self, work: _Work, plan: Plan, sites: Sequence[Site]) -> None:
-        report, kept = work.report, work.kept
-        report.nodes.clear()
-        homes = {node: site for site in sites for node in site.cut.nodes}
-        declines = {
-            backend: {d.node: d.reason for d in answers if isinstance(d, Decline)}
-            for backend, answers in work.claims.items()
-        }
-        for node in work.graph.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if node in kept:
-                backend, region, reason = "board", "", kept[node]
-            else:
-                region = homes[node].lowered.region.name
-                reason = work.wishes.reason(node.name, plan.reasons[node.name])
-                backend = homes[node].lowered.region.backend
-                if backend != plan.placements[node.name]:
-                    reason = f"{plan.placements[node.name]} tripped"
-            report.nodes.append(
-                NodeReport(
-                    name=node.name,
-                    op=target_name(node),
-                    backend=backend,
-                    region=region,
-                    reason=reason,
-                    source=source_line(node),
-                    declined={
-                        name: reasons[node.name]
-                        for name, reasons in declines.items()
-                        if reasons.get(node.name)
-                    },
-                    inputs=tuple(used.name for used in node.all_input_nodes),
-                    value=value_text(node.meta.get("val")),
-                    module=module_path(node),
-                )
-            )
-
-
-def _placed(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:
-    """The nodes that backends may run."""
-    return [n for n in graph.graph.nodes if n.op == "call_function" and n not in kept]
-
-
-def _claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
-    return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
-
-
-def _not_measured(graph: GraphModule) -> str:
-    """Why a graph's candidates can't be compared by running them; "" if they can."""
-    effects = next(filter(has_effects, graph.graph.nodes), None)
-    return "" if effects is None else f"{target_name(effects)} has effects and is run once a call"
-
-
-def _unlike(plans: Iterable[Plan]) -> list[Plan]:
-    """The first of each group of equal plans."""
-    unlike: dict[Any, Plan] = {}
-    for plan in plans:
-        unlike.setdefault((tuple(plan.placements.items()), plan.regions), plan)
-    return list(unlike.values())
-
-
-def _name(draft: _Draft) -> str:
-    """What a candidate is called: the backends in it, and whether repeated blocks share code."""
-    names = "+".join(dict.fromkeys(cut.backend for cut in draft.cuts)) or "eager"
-    return f"{names} by blocks" if draft.plan.regions else names

@@ -1,0 +1,174 @@
+"""Which backend runs what: claims, and the plans over them that a graph's candidates come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fuseboard.board import Session
+from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats, Stage
+from fuseboard.errors import LoweringError, PluginError
+from fuseboard.lower.codegen import target_name
+from fuseboard.lower.guards import watching_guards
+from fuseboard.lower.static import as_in_the_example, is_symbolic
+from fuseboard.partition.claims import arbitrate
+from fuseboard.partition.pins import Pins
+from fuseboard.partition.plan import make_plan
+from fuseboard.partition.plan_check import PlanCheck
+from fuseboard.partition.stages import has_effects
+from fuseboard.partition.support import Support
+from fuseboard.profile.ranks import several_ranks
+from fuseboard.report.data import GraphReport
+from fuseboard.torch_copies import copy_graph
+from fuseboard.work import Claims, Work, placed
+
+#: Contains a plugin's failure: (report, plugin, stage, error, what ran instead).
+Tripped = Callable[[GraphReport, str, Stage, Exception, str], None]
+
+
+class Planner:
+    """Asks the backends for claims, and the plan hook for plans.
+
+    :param tripped: is told of failures; raises where the policy is to.
+    """
+
+    def __init__(self, session: Session, pins: Pins, tripped: Tripped) -> None:
+        self.session = session
+        self.pins = pins
+        self._tripped = tripped
+
+    def claims(
+        self,
+        graph: GraphModule,
+        kind: GraphKind,
+        kept: Mapping[Node, str],
+        excluded: Mapping[str, Mapping[str, str]],
+        report: GraphReport,
+    ) -> Claims:
+        """Each backend's answers, less what the board or the user declines on its behalf."""
+        nodes = {node.name: node for node in placed(graph, kept)}
+        support = Support(nodes.values())
+        claims: Claims = {}
+        specialise = self.session.settings.dynamic == "specialise"
+        example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
+        for info in self.session.backends:
+            answers: list[Claim | Decline] = []
+            if kind != "inference" and not info.training:
+                answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
+            else:
+                try:
+                    shown = copy_graph(graph if info.dynamic_shapes else example)
+                    with watching_guards(self.session, info.name, shown, report.notes):
+                        answers = (
+                            self.session.call(
+                                "fuseboard_claim",
+                                info.name,
+                                graph=shown,
+                                kind=kind,
+                                options=self.session.options(info.name),
+                            )
+                            or []
+                        )
+                except (PluginError, LoweringError) as error:
+                    self._tripped(report, info.name, "claim", error, "the other backends")
+            refused = support.refusals(info, specialise) | dict(excluded.get(info.name, {}))
+            claims[info.name] = arbitrate(answers, refused, nodes)
+        return claims
+
+    def plans(self, work: Work) -> list[Plan]:
+        """The plans to choose between: one where nothing is to be measured.
+
+        In order of preference, what is simpler first: eager, each backend by itself, then the plan
+        over all of them.
+        """
+        session, settings = self.session, self.session.settings
+        *others, eager = session.backends
+        why_not = _not_measured(work.graph)
+        if not why_not and settings.ranks == "priority" and several_ranks():
+            why_not = "a job of several ranks; ranks = 'agree' lets rank 0 measure for all of them"
+        if settings.policy == "measured" and why_not:
+            work.report.notes.append(f"planned by priority, not by measurement: {why_not}")
+        elif settings.policy == "measured":
+            guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
+            who, plan = self._plan(work, [*guessed, eager], settings.repeats)
+            if who != "defaults":
+                return [plan]  # a planner that the user installed decides by itself
+            plans = [] if session.eager_is_fallback_only and others else [self._eager_plan(work)]
+            beside = defers(session, work.graph)
+            for info in others:
+                repeats = settings.repeats
+                if repeats == "auto" and beside and not info.compiles_quickly:
+                    repeats = "never"  # the whole graph runs at least as fast, and nobody waits
+                plans.append(self._plan(work, [info, eager], repeats)[1])
+            plans.append(plan)
+            return _unlike(plans)
+        guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
+        return [self._plan(work, [*guessed, eager], settings.repeats)[1]]
+
+    def _eager_plan(self, work: Work) -> Plan:
+        return self._plan(work, [self.session.backends[-1]], "never")[1]
+
+    def _plan(
+        self, work: Work, backends: Sequence[BackendInfo], repeats: Repeats
+    ) -> tuple[str, Plan]:
+        """Who planned for these backends, and the plan, checked; the default's if it breaks a rule.
+
+        Backends that something is pinned to take part in any case.
+        """
+        settings = self.session.settings
+        pinned = set(work.wishes.pins.values())
+        order = [i for i in self.session.backends if i in backends or i.name in pinned]
+        claims = {info.name: work.claims[info.name] for info in order}
+        graph, kept, report = work.graph, work.kept, work.report
+        arguments: dict[str, Any] = {
+            "graph": graph,
+            "kind": work.kind,
+            "claims": claims,
+            "backends": order,
+            "pins": work.wishes.pins,
+            "policy": settings.policy,
+            "min_region_us": settings.min_region_us,
+            "merge_regions": settings.merge_regions,
+            "repeats": repeats,
+        }
+        who = "fuseboard_plan"
+        try:
+            who, plan = self.session.first(
+                "fuseboard_plan", **{**arguments, "graph": copy_graph(graph)}
+            )
+            pins = work.wishes.pins
+            PlanCheck(placed(graph, kept), claims, pins, self.pins.paths, who)(plan)
+            return who, plan
+        except (PluginError, LoweringError) as error:
+            plugin = getattr(error, "plugin", "") or who
+            where = self.session.override_origin("plan", plugin)
+            if where and isinstance(error, PluginError):
+                error.add(f"It decides the plan by {where}.")
+            self._tripped(report, plugin, "plan", error, "the default plan")
+            return plugin, make_plan(**arguments)
+
+
+def defers(session: Session, graph: GraphModule) -> bool:
+    """Whether what takes long is compiled beside the first calls.
+
+    Guards that are added to symbolic sizes later would be lost; and ranks would compare what has
+    been compiled in different calls.
+    """
+    background = session.settings.settle == "background" and not several_ranks()
+    return background and not is_symbolic(graph)
+
+
+def _not_measured(graph: GraphModule) -> str:
+    """Why a graph's candidates can't be compared by running them; "" if they can."""
+    effects = next(filter(has_effects, graph.graph.nodes), None)
+    return "" if effects is None else f"{target_name(effects)} has effects and is run once a call"
+
+
+def _unlike(plans: Iterable[Plan]) -> list[Plan]:
+    """The first of each group of equal plans."""
+    unlike: dict[Any, Plan] = {}
+    for plan in plans:
+        unlike.setdefault((tuple(plan.placements.items()), plan.regions), plan)
+    return list(unlike.values())
