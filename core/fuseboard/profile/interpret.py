@@ -11,7 +11,6 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from fuseboard import torch_internals
-from fuseboard.partition.replay import draws
 from fuseboard.profile import lifting
 
 #: What uninitialised memory is filled with in a run, by what kind of numbers it holds.
@@ -247,7 +246,7 @@ class Lifted:
                 return values[used]
         target: Any = node.target
         form = self.forms[node]
-        if lifting.about_bits(target) or draws(node):
+        if lifting.about_bits(target) or lifting.draws_random(node):
             return self._in_own_dtypes(node, values, "")
         args, kwargs = arguments_of(node, lambda used: _lifted(values[used]))
         graphs, operands = inner_graphs(target, args)

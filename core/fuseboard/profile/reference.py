@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.partition.replay import draws
+from fuseboard.profile import lifting
 from fuseboard.profile.interpret import (
     Eager,
     Lifted,
@@ -213,7 +213,7 @@ def _may_draw(graph: GraphModule) -> bool:
     """Whether a graph draws random numbers; what the user's ops and inner graphs do isn't known."""
     for node in graph.graph.nodes:
         target = node.target
-        if isinstance(target, torch._ops.HigherOrderOperator) or draws(node):
+        if isinstance(target, torch._ops.HigherOrderOperator) or lifting.draws_random(node):
             return True
         if isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims"):
             return True

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
-from fuseboard.partition.replay import draws, hides_draws
+from fuseboard.partition.replay import hides_draws
 from fuseboard.profile import lifting
 
 #: How an output is judged.
@@ -64,30 +64,43 @@ class Reached:
     rounded: bool = False
 
 
-NOTHING = Reached()
+_FLOATS, _RANDOM, _MEMORY, _ROUNDED = 1, 2, 4, 8
 
 
 def reached_by(graph: GraphModule, values: Mapping[Node, Any]) -> dict[Node, Reached]:
-    """What reaches each node.
+    """What reaches each node that is an output.
 
     :param values: for each node the dtypes of its value: a dtype, a list of them, or None.
     """
-    found: dict[Node, Reached] = {}
+    found: dict[Node, int] = {}
     for node in graph.graph.nodes:
         if node.op == "output":
-            continue
-        dtypes = values.get(node)
-        floats = _floating(dtypes)
-        own = Reached(
-            floats=floats,
-            random=draws(node) or hides_draws(node, graph) or _keeps_state(node),
-            memory=_uninitialised(node, graph),
-            rounded=floats and node.op == "call_function" and not lifting.exact(node.target),
-        )
-        parts = {own, *(found[used] for used in _read(node))}
-        whole = own if len(parts) == 1 else _joined(parts)
-        found[node] = whole if floats or not whole.rounded else replace(whole, rounded=False)
-    return found
+            break
+        bits = 0
+        for used in _read(node):
+            bits |= found[used]
+        if _floating(values.get(node)):
+            bits |= _FLOATS
+            if node.op == "call_function" and not lifting.exact(node.target):
+                bits |= _ROUNDED
+        else:
+            bits &= ~_ROUNDED
+        if node.op == "call_function":
+            if lifting.draws_random(node) or hides_draws(node, graph) or _keeps_state(node):
+                bits |= _RANDOM
+            if _uninitialised(node, graph):
+                bits |= _MEMORY
+        found[node] = bits
+    return {node: _reached(found[node]) for node in graph.graph.output_node().all_input_nodes}
+
+
+def _reached(bits: int) -> Reached:
+    return Reached(
+        floats=bool(bits & _FLOATS),
+        random=bool(bits & _RANDOM),
+        memory=bool(bits & _MEMORY),
+        rounded=bool(bits & _ROUNDED),
+    )
 
 
 def _read(node: Node) -> Iterable[Node]:
@@ -101,15 +114,6 @@ def _read(node: Node) -> Iterable[Node]:
 @functools.cache
 def _reads_shape_only(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.name in _VALUES_UNREAD
-
-
-def _joined(parts: Collection[Reached]) -> Reached:
-    return Reached(
-        floats=any(part.floats for part in parts),
-        random=any(part.random for part in parts),
-        memory=any(part.memory for part in parts),
-        rounded=any(part.rounded for part in parts),
-    )
 
 
 def _floating(dtypes: Any) -> bool:
