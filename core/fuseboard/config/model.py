@@ -79,8 +79,8 @@ class Settings(BaseModel):
     ranks: Literal["priority", "agree"] = _setting(
         "priority",
         "'priority', 'agree'",
-        "What a job of several ranks does under the policy 'measured': plan by priority, the same on "
-        "each, or let rank 0 measure and all follow it, which needs the same graphs in the same "
+        "What a job of several ranks does under the policy 'measured': plan by priority, the same "
+        "on each, or let rank 0 measure and all follow it, which needs the same graphs in the same "
         "order on all ranks.",
     )
     margin: float = _setting(
