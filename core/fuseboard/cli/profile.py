@@ -179,7 +179,7 @@ def _table(summary: Summary) -> Table:
 
 def _cells(row: RegionTime, on_device: bool) -> list[str]:
     file, _, line = row.source.rpartition(":")
-    source = f"{Path(file).name}:{line}" if file else row.source
+    source = f"{Path(file).name}:{line}" if file else ""  # else it names the module once more
     where = " ".join(filter(None, (row.modules, source)))
     return [
         f"{row.region}\n  {where}" if where else row.region,
@@ -197,9 +197,10 @@ def _lines(summary: Summary) -> list[str]:
     if summary.calls:
         each_us = summary.calls_us / summary.calls
         outside = summary.outside_us / (summary.calls_us or 1.0)
+        kinds = f" ({summary.backwards} of them backwards)" if summary.backwards else ""
         lines.append(
-            f"{summary.calls} compiled calls, {summary.backwards} of them backwards, of "
-            f"{each_us:.0f} us on average, {outside:.0%} of it outside of regions"
+            f"{summary.calls} compiled calls{kinds} of {each_us:.0f} us on average, "
+            f"{outside:.0%} of it outside of regions"
         )
     if summary.first_calls:
         lines.append(
