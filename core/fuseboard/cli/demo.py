@@ -239,7 +239,12 @@ class _Demo:
         import torch
 
         from fuseboard.demo import speed
+        from fuseboard.profile.background import wait
 
+        start = time.perf_counter()
+        with self._busy("fuseboard: trying what takes longer to compile, too"):
+            wait(progress=False)
+        self._tell(f"fuseboard's choice settled after another {time.perf_counter() - start:.1f} s")
         self._say("Measuring: the three in turn, in random order, on the same batches")
         arms: dict[str, Embed] = {"eager": embed}
         plain = self._inductor(outcome, model, embed)
