@@ -99,6 +99,8 @@ def partition(graph: GraphModule, random_claims: bool, arguments: dict[str, Any]
         cuts = cut_regions(
             graph, plan.placements, list(kept), plan.regions, arguments["merge_regions"]
         )
+        for cut in cuts:
+            cut.graph  # noqa: B018  it is made when it is asked for, as lowering does
     return {
         "ops": len(nodes),
         "regions": len(cuts),

@@ -81,7 +81,8 @@ def part_of_graph(
         new.meta.update(node.meta)
     placeholders = list(copies.values())
     copy_nodes(body, graph, copies)
-    graph.output(tuple(copies[node] for node in outputs))
+    results = tuple(copies[node] for node in outputs)
+    graph.create_node("output", "output", (results,), name="output")
     return graph, placeholders
 
 
