@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,6 +31,7 @@ from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
+from fuseboard.report.nodes import source_line
 from fuseboard.torch_copies import copy_graph
 
 
@@ -348,19 +348,3 @@ def _lower_part(lowering: Lowering, region: Region, graph: GraphModule) -> Boxed
         whole=False,
     )
     return lowering._lower_on(own, RegionReport(name, region.backend, {}), None).call
-
-
-def source_line(node: Node) -> str:
-    """Where a node comes from: the user's ``file:line``, else the module, else ""."""
-    trace = node.meta.get("stack_trace") or ""
-    places: Sequence[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    torch_home = torch.__path__[0]
-    own = [place for place in places if not place[0].startswith(torch_home)]
-    if own or places:
-        file, line = (own or places)[-1]
-        return f"{file}:{line}"
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    if not stack:
-        return ""
-    path, kind = list(stack.values())[-1]
-    return f"module {path} ({getattr(kind, '__name__', kind)})"

@@ -7,7 +7,6 @@ judging what is live at the cut.
 from __future__ import annotations
 
 import operator
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from fuseboard import torch_internals
 from fuseboard.contracts import Boxed, Verdict
 from fuseboard.profile.reference import make_reference
 from fuseboard.profile.values import judge
+from fuseboard.report.nodes import source_line
 
 Lower = Callable[[GraphModule, Sequence[Any]], Boxed]
 
@@ -139,18 +139,3 @@ def prefix(graph: GraphModule, count: int) -> GraphModule:
         mapping[node] = new.node_copy(node, mapping.__getitem__)
     new.output(tuple(mapping[node] for node in live))
     return torch_internals.graph_module(graph, new, type(graph).__name__)
-
-
-def source_line(node: Node) -> str:
-    """The user's ``file:line`` in a node's stack trace, else its module, else ""."""
-    trace = node.meta.get("stack_trace") or ""
-    places: list[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    home = torch.__path__[0]
-    own = [place for place in places if not place[0].startswith(home)] or places
-    if own:
-        return f"{own[-1][0]}:{own[-1][1]}"
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    if not stack:
-        return ""
-    path, kind = list(stack.values())[-1]
-    return f"module {path} ({getattr(kind, '__name__', kind)})"

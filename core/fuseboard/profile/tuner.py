@@ -12,6 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -228,7 +229,13 @@ class Tuner:
         order = [c for c in self._candidates if c in due or c is self._chosen]
         proofs = Proofs(values=self._session.settings.verify != "off", references={})
         profiling = self._report.timed("profile")
-        with compiling, compiling_in_a_call(self._mode), background.worker.paused(), profiling:
+        with (
+            compiling,
+            compiling_in_a_call(self._mode),
+            _cuda_generators_put_back(),
+            background.worker.paused(),
+            profiling,
+        ):
             for candidate in order:
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
@@ -373,6 +380,13 @@ def _compiled(
     alive = tuner()
     if alive is not None:
         alive.compiled(candidate, token, result, seconds)
+
+
+def _cuda_generators_put_back() -> AbstractContextManager[None]:
+    """The states of CUDA's generators as before; the CPU's is put back with all else."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return nullcontext()
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 
 def _is_inference(value: Any) -> bool:

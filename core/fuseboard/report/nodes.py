@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -65,3 +66,19 @@ def describe_ends(graph: GraphModule, static: Collection[int], report: GraphRepo
     ]
     (output,) = graph.graph.find_nodes(op="output")
     report.outputs = tuple(node.name for node in output.all_input_nodes)
+
+
+def source_line(node: Node) -> str:
+    """Where a node comes from: the user's ``file:line``, else the module, else ""."""
+    trace = node.meta.get("stack_trace") or ""
+    places: Sequence[tuple[str, str]] = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    torch_home = torch.__path__[0]
+    own = [place for place in places if not place[0].startswith(torch_home)]
+    if own or places:
+        file, line = (own or places)[-1]
+        return f"{file}:{line}"
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    path, kind = list(stack.values())[-1]
+    return f"module {path} ({getattr(kind, '__name__', kind)})"
