@@ -117,6 +117,18 @@ def test_ctrl_c_leaves_a_trace(tmp_path):
     assert trace.memory() == {}
 
 
+def test_a_script_with_a_profiler_of_its_own(tmp_path):
+    """Only one can record: the script's own does, and it is said that there is no trace."""
+    text = (
+        "import torch\nwith torch.profiler.profile() as own:\n    torch.ones(3)\n"
+        "print(len(own.events()) > 0)"
+    )
+    done = run(written(tmp_path, text), "--out", str(tmp_path / "t.json"))
+    assert (done.returncode, done.stdout) == (2, "True\n")
+    assert "uses a profiler of torch's itself" in done.stderr
+    assert not (tmp_path / "t.json").exists()
+
+
 @pytest.mark.parametrize("out", ["a_file/trace.json", "a_file", "no/such/folder/t.json"])
 def test_a_path_that_cannot_be_written(tmp_path, monkeypatch, out):
     """An error before the script runs."""

@@ -146,6 +146,14 @@ def show_in_traces(
     return function
 
 
+def is_recording() -> bool:
+    """Whether a profiler records this thread. To stop one whose session another one has ended, and
+    to export its trace, crashes the process (torch 2.13).
+    """
+    enabled: Callable[[], bool] = vars(torch.autograd)["_profiler_enabled"]
+    return enabled()
+
+
 def keep_cupti() -> str:
     """Keep an old CUDA's profiling library loaded; before a profiler starts. What was done, or "".
 

@@ -90,17 +90,32 @@ def _writable(out: Path, script: Path) -> Path:
 def _traced(
     script: Path, args: list[str], path: Path, memory: bool, stacks: bool
 ) -> BaseException | None:
-    """Run the script, write the trace, print the summary; what the script raised."""
+    """Run the script, write the trace, print the summary; what the script raised.
+
+    :raises TargetError: the script ran, and there is no trace of it.
+    """
     import torch
 
     from fuseboard.profile.trace import annotate, read_trace, write_trace
     from fuseboard.profile.trace_summary import summarise
     from fuseboard.report.data import ledger
     from fuseboard.report.dynamo import watch
+    from fuseboard.torch_profiler import is_recording
 
     recorder = torch.profiler.profile(profile_memory=memory, with_stack=stacks)
-    with ledger.collect() as graphs, watch() as seen, recorder:
+    with ledger.collect() as graphs, watch() as seen:
+        recorder.start()
         problem = _run(script, args)
+        recorded = is_recording()
+        if recorded:
+            recorder.stop()
+    if not recorded:
+        if problem is not None:
+            return problem
+        raise TargetError(
+            f"there is no trace: {str(script)!r} uses a profiler of torch's itself, and there can "
+            "be one at a time. Run it with python: regions are named in its own traces as well."
+        )
     recorder.export_chrome_trace(str(path))
     try:
         trace = read_trace(path)
