@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -514,3 +517,34 @@ def test_quick_regions_beside_slow_ones_postpone_nothing():
             fn(X)
     assert len(lowered) == 2
     assert last_graph().settled
+
+
+def test_the_end_of_a_process_leaves_nothing_behind(tmp_path):
+    """Neither the child that compiles, nor its files."""
+    program = (
+        "import torch\n"
+        "fn = torch.compile(lambda x: x.sin() + 1, backend='fuseboard',"
+        " options={'backends': ['inductor', 'eager']})\n"
+        "with torch.no_grad():\n"
+        "    fn(torch.ones(3))\n"
+        "from fuseboard.profile.background import worker\n"
+        "import time\n"
+        "for _ in range(6000):\n"
+        "    if worker._child is not None:\n"
+        "        break\n"
+        "    time.sleep(0.01)\n"
+        "print(worker._child)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "FUSEBOARD_POLICY": "measured"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    child = int(done.stdout)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert list(tmp_path.glob("fuseboard-isolated-*")) == []

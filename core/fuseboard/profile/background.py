@@ -6,6 +6,7 @@ calls in the meantime share the processor with it and nothing else.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -25,6 +26,9 @@ from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import answer_in_child
 
 log = logging.getLogger("fuseboard")
+
+#: How long the end of a process waits for its child to be gone.
+_END_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Worker:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._child: int | None = None
+        self._ending = False
 
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
@@ -73,9 +78,17 @@ class Worker:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="fuseboard", daemon=True)
                 self._thread.start()
+                atexit.register(self._end)
+
+    def _end(self) -> None:
+        """At this process's end: the child goes, and its files with it."""
+        self._ending = True
+        self._signal("SIGKILL")
+        if self._thread is not None:
+            self._thread.join(_END_S)
 
     def _work(self) -> None:
-        while True:
+        while not self._ending:
             job = self._jobs.get()
             start = time.perf_counter()
             try:
@@ -87,11 +100,15 @@ class Worker:
             finally:
                 with self._lock:
                     self._child = None
+            if self._ending:
+                return
             job.done(job.token, result, time.perf_counter() - start)
 
     def _started(self, process: int) -> None:
         with self._lock:
             self._child = process
+        if self._ending:
+            self._signal("SIGKILL")
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, process, 10)
 
