@@ -20,6 +20,7 @@ from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.stages import has_effects
 from fuseboard.partition.support import Support
 from fuseboard.profile.ranks import several_ranks
+from fuseboard.profile.replays import replayable
 from fuseboard.report.data import GraphReport
 from fuseboard.torch_copies import copy_graph
 from fuseboard.work import Claims, Work, placed
@@ -163,7 +164,9 @@ def defers(session: Session, graph: GraphModule) -> bool:
 def _not_measured(graph: GraphModule) -> str:
     """Why a graph's candidates can't be compared by running them; "" if they can."""
     effects = next(filter(has_effects, graph.graph.nodes), None)
-    return "" if effects is None else f"{target_name(effects)} has effects and is run once a call"
+    if effects is not None:
+        return f"{target_name(effects)} has effects and is run once a call"
+    return replayable(graph)
 
 
 def _unlike(plans: Iterable[Plan]) -> list[Plan]:

@@ -414,14 +414,16 @@ def trace_artifact(name: str, encoding: str, payload: str, compile_id: str) -> N
     """Put a text into the structured trace, as an artifact of a compile.
 
     :param encoding: ``json`` or ``string``, by which tlparse names and shows it.
-    :param compile_id: Dynamo's, such as ``0/1``; it counts where no compile is under way.
+    :param compile_id: Dynamo's, such as ``0/1``; it counts where no compile is under way. Another
+        text is none.
     """
     from torch._guards import CompileId
     from torch._logging._internal import trace_structured
 
     keywords: dict[str, Any] = {}
     if compile_id and "compile_id" in inspect.signature(trace_structured).parameters:
-        keywords["compile_id"] = CompileId.from_string(compile_id)
+        with contextlib.suppress(ValueError):  # not compiled by Dynamo, so there is none
+            keywords["compile_id"] = CompileId.from_string(compile_id)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": encoding},

@@ -26,6 +26,9 @@ _CHECKS = frozenset(
     }
 )
 
+#: Namespaces of ops that draw random numbers from torch's generators and nowhere else.
+_TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "rngprims"})
+
 #: Higher-order ops that stand for effects or writes.
 _EFFECTS = frozenset(
     {"call_torchbind", "print", "triton_kernel_wrapper_mutation", "with_effects", "call_delegate"}
@@ -50,7 +53,8 @@ def replayable(graph: GraphModule) -> str:
 
     Running it again must change nothing that anybody can see: no effects, no messages to other
     processes, no writes to inputs. Random numbers are no reason, since the generator's state is put
-    back; an op of the user's that is declared free of effects is believed.
+    back. An op of the user's that is declared free of effects is believed, unless it is tagged as
+    random.
     """
     for node in graph.graph.nodes:
         reason = _why_not(node, graph)
@@ -85,6 +89,9 @@ def _why_not_op(node: Node, target: Any) -> str:
     schema = target._schema
     if target.namespace in _COLLECTIVES:
         return f"{target} is a collective: other processes would have to take part again"
+    own = target.namespace in _TORCHS_OWN
+    if not own and torch.Tag.nondeterministic_seeded in target.tags:
+        return f"{target} is tagged as random and isn't torch's own: it may keep count of its calls"
     if schema.is_mutable:
         return f"{target} writes to a tensor"
     position = _BATCH_NORMS.get(schema.name)
