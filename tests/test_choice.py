@@ -548,3 +548,14 @@ def test_the_end_of_a_process_leaves_nothing_behind(tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
     assert list(tmp_path.glob("fuseboard-isolated-*")) == []
+
+
+def test_a_choice_under_a_profiler_is_not_kept():
+    from torch.profiler import ProfilerActivity, profile
+
+    with plugged("a", info=QUICK), plugged("b", info=QUICK), torch.no_grad():
+        with profile(activities=[ProfilerActivity.CPU]):
+            compiled(f, "a", "b", measure_s=0.05)(X)
+        assert last_graph().decided == "measured in a call"
+        again(lambda: compiled(f, "a", "b", measure_s=0.05))(X)
+    assert last_graph().decided == "measured in a call"

@@ -61,5 +61,14 @@ def test_case_with_an_engine_of_its_own(cases, name, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_case_in_default_order(cases, name):
-    """With every backend that is installed, Inductor among them."""
+    """With every backend that doesn't wait to be named, by priority; Inductor is among them."""
+    run(cases, name, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_case_as_users_run_it(cases, name, monkeypatch, tmp_path):
+    """By the defaults: candidates are verified and timed in the case's calls."""
+    monkeypatch.delenv("FUSEBOARD_POLICY")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
     run(cases, name, None)

@@ -37,6 +37,7 @@ class Job:
 
     :ivar limit_s: what its backend has, and ``origin``, where that was set.
     :ivar done: is told the result, and how many seconds it took, in the worker's thread.
+    :ivar wanted: whether anybody still waits for it: a graph may be gone before its turn comes.
     """
 
     token: Token
@@ -44,6 +45,7 @@ class Job:
     limit_s: float
     origin: str
     done: Callable[[Token, Result, float], None]
+    wanted: Callable[[], bool]
 
 
 class Settling(Protocol):
@@ -90,6 +92,8 @@ class Worker:
     def _work(self) -> None:
         while not self._ending:
             job = self._jobs.get()
+            if not job.wanted():
+                continue
             start = time.perf_counter()
             try:
                 result = answer_in_child(job.request, job.limit_s, job.origin, self._started)

@@ -35,6 +35,7 @@ from fuseboard.profile.choose import choose, note_times
 from fuseboard.profile.costs import Decision
 from fuseboard.profile.measure import measure_calls
 from fuseboard.report.structured_trace import emit
+from fuseboard.torch_profiler import is_recording
 from fuseboard.torch_symbols import compiling_in_a_call
 
 log = logging.getLogger("fuseboard")
@@ -165,6 +166,7 @@ class Tuner:
                     settings.hook_limit_s,
                     settings.origin("hook_limit_s"),
                     partial(_compiled, weakref.ref(self), candidate),
+                    partial(_is_alive, weakref.ref(self)),
                 )
             )
         return candidate.program is not None
@@ -258,7 +260,10 @@ class Tuner:
                 candidate.drop("slower")
         self._report.decided = "measured in a call"
         self._install(winner)
-        self._book.record(winner.name, self._report.candidates, self.settled)
+        if is_recording():  # torch's profiler weighs on candidates of many ops
+            self._report.notes.append("chosen under a profiler: later processes choose again")
+        else:
+            self._book.record(winner.name, self._report.candidates, self.settled)
         emit(self._report)
 
     def _winner(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
@@ -372,6 +377,10 @@ class Tuner:
 
 def _here(decide: Callable[[], Any]) -> Any:
     return decide()
+
+
+def _is_alive(tuner: weakref.ref[Tuner]) -> bool:
+    return tuner() is not None
 
 
 def _compiled(
