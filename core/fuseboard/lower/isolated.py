@@ -7,15 +7,19 @@ parent, whose end closes its standard input.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Result:
 
 def main(directory: Path) -> None:
     """Answer the request; ends the process, without a plugin's handlers at exit."""
+    _be_killed_with_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     try:
@@ -76,6 +81,12 @@ def main(directory: Path) -> None:
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(1)
+
+
+def _be_killed_with_parent() -> None:
+    """Also while this process is stopped, where Linux can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(request: Request, directory: Path) -> Result:
