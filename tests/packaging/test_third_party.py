@@ -18,7 +18,7 @@ def f(x):
     return torch.tanh(x * 2.0) + torch.exp(-x)
 
 x = torch.randn(37, 199)
-compiled = torch.compile(f, backend="fuseboard", options={"backends": ["numpy", "eager"]})
+compiled = torch.compile(f, backend="fuseboard", options={"backends": ["numpy"]})
 with torch.no_grad():
     torch.testing.assert_close(compiled(x), f(x))
 print(json.dumps(fuseboard.last_report().as_dict()))
