@@ -33,6 +33,7 @@ from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate
 from fuseboard.profile.choose import choose, note_times
 from fuseboard.profile.costs import Decision
+from fuseboard.profile.kept_inputs import KeptInputs
 from fuseboard.profile.measure import measure_calls
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_profiler import is_recording
@@ -79,7 +80,7 @@ class Tuner:
         self._lock = threading.RLock()
         self._due: list[Candidate] = []
         self._comparisons = 0
-        self._kept = _Kept()
+        self._kept = KeptInputs()
         self._call: Boxed = torch.compiler.disable(self._tune)  # Dynamo must not trace it
 
     @property
@@ -400,45 +401,3 @@ def _cuda_generators_put_back() -> AbstractContextManager[None]:
 
 def _is_inference(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_inference()
-
-
-class _Kept:
-    """The first inputs of a graph: weights by weak reference, all else as copies."""
-
-    def __init__(self) -> None:
-        self._values: list[Callable[[], Any]] | None = None
-
-    def keep(self, inputs: Sequence[Any], static: Collection[int], limit_bytes: int) -> None:
-        """Keep inputs unless there are some, or they are too large."""
-        copied = [
-            value
-            for i, value in enumerate(inputs)
-            if i not in static and isinstance(value, torch.Tensor)
-        ]
-        size = sum(value.numel() * value.element_size() for value in copied)
-        if self._values is not None or size > limit_bytes:
-            return
-        with torch.no_grad():
-            self._values = [
-                weakref.ref(value)
-                if i in static and isinstance(value, torch.Tensor)
-                else partial(_as_it_is, _copy(value))
-                for i, value in enumerate(inputs)
-            ]
-
-    def inputs(self) -> list[Any] | None:
-        if self._values is None:
-            return None
-        values = [value() for value in self._values]
-        return None if any(value is None for value in values) else values
-
-    def clear(self) -> None:
-        self._values = None
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,52 @@
+"""The inputs of a graph's first call, for who compares candidates without another call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+
+class KeptInputs:
+    """The first inputs of a graph: weights by weak reference, all else as copies."""
+
+    def __init__(self) -> None:
+        self._values: list[Callable[[], Any]] | None = None
+
+    def keep(self, inputs: Sequence[Any], static: Collection[int], limit_bytes: int) -> None:
+        """Keep inputs unless there are some, or they are too large."""
+        copied = [
+            value
+            for i, value in enumerate(inputs)
+            if i not in static and isinstance(value, torch.Tensor)
+        ]
+        size = sum(value.numel() * value.element_size() for value in copied)
+        if self._values is not None or size > limit_bytes:
+            return
+        with torch.no_grad():
+            self._values = [
+                weakref.ref(value)
+                if i in static and isinstance(value, torch.Tensor)
+                else partial(_as_it_is, _copy(value))
+                for i, value in enumerate(inputs)
+            ]
+
+    def inputs(self) -> list[Any] | None:
+        if self._values is None:
+            return None
+        values = [value() for value in self._values]
+        return None if any(value is None for value in values) else values
+
+    def clear(self) -> None:
+        self._values = None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
