@@ -342,10 +342,10 @@ def test_each_comparison_is_in_the_structured_trace(tmp_path):
 
 def test_nobody_pays_for_a_trace_that_is_off(monkeypatch):
     """No report is written down where no handler listens."""
-    from fuseboard import torch_internals
+    from fuseboard import torch_traces
     from fuseboard.report import structured_trace
 
-    monkeypatch.setattr(torch_internals, "traces_structured", lambda: False)
+    monkeypatch.setattr(torch_traces, "traces_structured", lambda: False)
     report = told(candidate("eager", 10.0)).graphs[0]
     monkeypatch.setattr(report, "as_dict", pytest.fail)
     structured_trace.emit(report)

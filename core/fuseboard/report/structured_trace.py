@@ -9,19 +9,19 @@ import json
 
 from rich.console import Group
 
-from fuseboard import torch_internals
+from fuseboard import torch_traces
 from fuseboard.report.data import GraphReport
 from fuseboard.report.graph_text import graph_parts, plain
 
 
 def emit(report: GraphReport) -> None:
     """Write a graph's report as it is now, as JSON and as text; nothing where nobody traces."""
-    if not torch_internals.traces_structured():
+    if not torch_traces.traces_structured():
         return
     compile_id = report.frame.partition(" ")[0]
     name = f"fuseboard_{report.name}"
     for encoding, write in (("json", _json), ("string", _text)):
-        torch_internals.trace_artifact(name, encoding, write(report), compile_id)
+        torch_traces.trace_artifact(name, encoding, write(report), compile_id)
 
 
 def _json(report: GraphReport) -> str:
