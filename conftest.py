@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,11 @@ for _name in [name for name in os.environ if name.startswith("FUSEBOARD_")]:
 # Most tests are about one stage, and say which backend runs what. What measuring chooses depends on
 # the machine: tests of the policy `measured`, and the cases, ask for it.
 os.environ["FUSEBOARD_POLICY"] = "priority"
+
+# A shell without job control starts what runs in the background with Ctrl-C ignored, and every
+# child with it: tests that press it would wait for their time limit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402  # after the environment is set
 import torch  # noqa: E402

@@ -18,6 +18,7 @@ import torch
 import fuseboard
 from fuseboard import SampledProfile, SamplingError, SamplingOptions, SamplingProfiler
 from fuseboard.profile import sampling, session
+from fuseboard.profile.sampling_process import SamplerProcess
 from fuseboard.torch_compiles import watched_compilations
 from tests.support.backends import observing
 from tests.support.samplers import WORK, FakeSampler, sampling_with
@@ -399,6 +400,22 @@ def test_a_session_inside_of_compiled_code_is_not_compiled(way):
     assert frames
     assert [frame for frame in frames if session.__file__ in frame or "/board/" in frame] == []
     assert len(frames) <= 4
+
+
+def test_a_sampler_is_stopped_where_the_process_itself_ignores_ctrl_c(tmp_path):
+    """As under nohup: a child would ignore SIGINT too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = SamplerProcess(["sleep", "60"], tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    end = time.monotonic() + 20
+    while process.returncode is None and time.monotonic() < end:
+        process.interrupt()
+        time.sleep(0.05)
+    status = process.returncode
+    process.kill()
+    assert status == -signal.SIGINT
 
 
 def test_sessions_work_in_any_thread():

@@ -16,6 +16,12 @@ from pathlib import Path
 #: ``linux/prctl.h``: who may trace this process under Yama's ``ptrace_scope=1``.
 _PR_SET_PTRACER = 0x59616D61
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+#: A child of a process that ignores SIGINT (under nohup, in the background of a plain shell) ignores
+#: it too, and ``interrupt`` would not end it.
+_HEED_SIGINT = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+    " os.execvp(sys.argv[1], sys.argv[1:])"
+)
 #: How long a killed process is waited for.
 _KILLED_S = 5.0
 
@@ -34,6 +40,8 @@ class SamplerProcess:
 
     def __init__(self, command: Sequence[str], log: Path, pass_fds: Sequence[int] = ()) -> None:
         self.log = log
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            command = [sys.executable, "-I", "-S", "-c", _HEED_SIGINT, *command]
         guarded = _needs_leave()
         if guarded:
             # It waits for a line before it turns into the profiler: leave is given to its pid.
