@@ -312,7 +312,10 @@ def phase_recompiles(arm: Arm, workload: Workload, protocol: Protocol) -> dict[s
 
 
 def phase_budget(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
-    """A training step under memory budgets, and the gradients of the smallest against float64."""
+    """A training step under memory budgets, and the gradients of the smallest against float64.
+
+    By priority: every budget is measured with the same backends.
+    """
     import fuseboard
 
     step("eager, first call")
@@ -320,14 +323,15 @@ def phase_budget(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, 
     step("float64 reference")
     reference = reference_answers(workload)
     step(f"{arm.name}, budget {BUDGETS[-1]}")
-    with fuseboard.settings(memory_budget=BUDGETS[-1]):
+    with fuseboard.settings(memory_budget=BUDGETS[-1], policy="priority"):
         _, _, answers = first_call(arm, workload)
     problem = verification.problem_with(answers, eager, reference)
     del eager, reference, answers
     step("budgets")
-    points = fuseboard.measure_memory(
-        arm.compile(workload.module), workload.inputs[0], BUDGETS, loss=lambda loss: loss
-    )
+    with fuseboard.settings(policy="priority"):
+        points = fuseboard.measure_memory(
+            arm.compile(workload.module), workload.inputs[0], BUDGETS, loss=lambda loss: loss
+        )
     return {"points": [point.as_dict() for point in points], "problem": problem}
 
 

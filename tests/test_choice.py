@@ -100,6 +100,7 @@ def test_the_faster_of_two_backends_runs():
     assert {node.backend for node in graph.nodes} == {"brisk"}
     slow, brisk = graph.candidates
     assert slow.latency_us > 20_000 > brisk.latency_us
+    assert slow.peak_bytes == brisk.peak_bytes >= 2 * X.nbytes  # exp's and the sum's operand
 
 
 def test_eager_is_a_candidate_where_it_is_named():

@@ -24,7 +24,9 @@ def compared(*more: CandidateReport) -> Explanation:
     return chosen(
         [
             CandidateReport("eager", "slower", 4000.0, 3800.0, 4200.0, 1, 1.0, 0.01),
-            CandidateReport("mkldnn+eager", "chosen", 1000.0, 900.0, 1200.0, 1, 4.0, 0.5),
+            CandidateReport(
+                "mkldnn+eager", "chosen", 1000.0, 900.0, 1200.0, 1, 4.0, 0.5, 2 * 10**9
+            ),
             CandidateReport("onnxruntime", "slower", 2000.0, 1000.0, 50_000.0, 1, 2.0, 2.0),
             CandidateReport("inductor by blocks", "waiting", compile_s=30.0),
             CandidateReport("liar", "failed", problem="values differ at linear, model.py:3"),
@@ -68,6 +70,7 @@ def test_the_choice_is_told_in_words():
         "mkldnn+eager is the fastest: 1.00 ms a call, 50 % less than onnxruntime and 4.00 times",
         "not settled yet: inductor by blocks waits to be tried",
         "mkldnn+eager chosen 1.00 ms (0.90-1.20 ms) 4.00 × eager compiled in 500 ms",
+        "compiled in 500 ms , allocates 2.00 GB",
         "inductor by blocks waiting not timed compiled in 30.0 s",
         "liar failed not timed values differ at linear, model.py:3",
         "1 backend not tried tvm it runs only where the setting backends names it",

@@ -135,6 +135,22 @@ def test_what_an_earlier_process_timed_is_compared_loosely():
     assert [row.factor for row in choices.rows(told(*rows).graphs[0])] == ["1.00", "≈1.50"]
 
 
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (0, "0.00 kB"),
+        (4, "0.00 kB"),
+        (1234, "1.23 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.00 MB"),
+        (45_600_000, "45.6 MB"),
+        (1_234_000_000_000, "1234 GB"),
+    ],
+)
+def test_sizes_have_the_unit_that_suits(number, told):
+    assert choices.size(number) == told
+
+
 # --- the text -------------------------------------------------------------------------------------
 
 
@@ -142,7 +158,9 @@ def test_the_text_has_a_table_of_candidates_and_what_was_not_tried():
     """At 80 columns; a problem that a trip tells isn't told twice."""
     explanation = told(
         candidate("eager", 3000, speedup=1.0, compile_s=0.01),
-        candidate("mkldnn+eager", 2000, "chosen", speedup=1.5, compile_s=0.25),
+        candidate(
+            "mkldnn+eager", 2000, "chosen", speedup=1.5, compile_s=0.25, peak_bytes=12_345_678
+        ),
         candidate("liar", state="failed", problem="ValueError: told below"),
         candidate("old", state="failed", problem="wrong values in an earlier process"),
         candidate("inductor by blocks", state="waiting"),
@@ -156,10 +174,10 @@ def test_the_text_has_a_table_of_candidates_and_what_was_not_tried():
     text = as_text(explanation, 80)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     for wanted in (
-        "candidate a call quartiles × eager compile",
-        "eager slower 3.00 ms 2.70-3.30 ms 1.00 10.0 ms",
-        "mkldnn+eager chosen 2.00 ms 1.80-2.20 ms 1.50 250 ms",
-        "inductor by blocks waiting - - - -",
+        "candidate a call quartiles × eager compile peak",
+        "eager slower 3.00 ms 2.70-3.30 ms 1.00 10.0 ms -",
+        "mkldnn+eager chosen 2.00 ms 1.80-2.20 ms 1.50 250 ms 12.3 MB",
+        "inductor by blocks waiting - - - - -",
         "old failed: wrong values in an earlier process",
         "tvm it runs only where the setting backends names it",
         "picky it took no op",

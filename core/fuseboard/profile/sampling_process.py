@@ -16,8 +16,8 @@ from pathlib import Path
 #: ``linux/prctl.h``: who may trace this process under Yama's ``ptrace_scope=1``.
 _PR_SET_PTRACER = 0x59616D61
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-#: A child of a process that ignores SIGINT (under nohup, in the background of a plain shell) ignores
-#: it too, and ``interrupt`` would not end it.
+#: A child of a process that ignores SIGINT (under nohup, in the background of a plain shell)
+#: ignores it too, and ``interrupt`` would not end it.
 _HEED_SIGINT = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
     " os.execvp(sys.argv[1], sys.argv[1:])"

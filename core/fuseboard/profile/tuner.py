@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fuseboard.board import Session
-from fuseboard.contracts import Boxed, Event, Measurement, Stage
-from fuseboard.errors import PluginError, RegionError
+from fuseboard.contracts import Boxed, Event, Stage
+from fuseboard.errors import RegionError
 from fuseboard.lower.caching import Token
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.failure import decide, describe, trip
@@ -31,16 +31,15 @@ from fuseboard.lower.weights import any_version
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate
-from fuseboard.profile.choose import choose, note_times
+from fuseboard.profile.choose import choose
 from fuseboard.profile.costs import Decision
 from fuseboard.profile.kept_inputs import KeptInputs
-from fuseboard.profile.measure import measure_calls
+from fuseboard.profile.timing import Timing
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_profiler import is_recording
 from fuseboard.torch_symbols import compiling_in_a_call
 
 log = logging.getLogger("fuseboard")
-
 
 #: Makes a decision: calls the function, on this rank or on another one.
 Decide = Callable[[Callable[[], Any]], Any]
@@ -79,7 +78,7 @@ class Tuner:
         self._chosen: Candidate | None = None
         self._lock = threading.RLock()
         self._due: list[Candidate] = []
-        self._comparisons = 0
+        self._timing = Timing(runner.session, runner.report)
         self._kept = KeptInputs()
         self._call: Boxed = torch.compiler.disable(self._tune)  # Dynamo must not trace it
 
@@ -302,39 +301,13 @@ class Tuner:
 
     def _fastest(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
         """Time candidates in turn; what raises now is out."""
-        errors: dict[int, Exception] = {}
-
-        def call(number: int, function: Boxed) -> None:
-            try:
-                function(list(inputs))
-            except Exception as error:  # compiled code may raise anything
-                errors.setdefault(number, error)
-
-        calls = [
-            partial(call, number, candidate.program.trial(None))
-            for number, candidate in enumerate(right)
-            if candidate.program is not None
-        ]
-        measured = self._measure(calls)
-        for number, error in errors.items():
-            self._failed(right[number], "profile", error)
-        left = [(c, m) for c, m in zip(right, measured, strict=True) if c.program is not None]
-        self._comparisons += 1
-        note_times([(c.told, found) for c, found in left], self._comparisons)
-        if not left:
+        times, errors = self._timing(right, inputs)
+        for candidate, error in errors.items():
+            self._failed(candidate, "profile", error)
+        if not times:
             return None
-        return left[choose([found for _, found in left], self._session.settings.margin)][0]
-
-    def _measure(self, calls: Sequence[Callable[[], Any]]) -> list[Measurement]:
-        budget_s = self._session.settings.measure_s
-        try:
-            _, measured = self._session.first("fuseboard_measure", calls=calls, budget_s=budget_s)
-        except PluginError as error:
-            if decide(self._session, self.name, error.plugin, "profile", error) == "raise":
-                raise
-            trip(self._report, error.plugin, "profile", self.name, error, "the default measuring")
-            measured = measure_calls(calls, budget_s)
-        return measured  # type: ignore[no-any-return]
+        left = list(times)
+        return left[choose(list(times.values()), self._session.settings.margin)]
 
     # --- what comes of it -----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from fuseboard.report.data import CandidateReport, GraphReport
 
 #: What is shown where there is no number.
 NONE = "-"
+_SIZES = (("GB", 1e9), ("MB", 1e6))
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Row:
     :ivar quartiles: between which half of its calls were.
     :ivar factor: how many times as fast as eager; with ``≈`` where an earlier process timed them,
         perhaps not in turn.
+    :ivar peak: the most that a call allocates at once.
     :ivar problem: why it is out, where no trip of the report says so already.
     """
 
@@ -28,6 +30,7 @@ class Row:
     quartiles: str
     factor: str
     compile: str
+    peak: str
     problem: str
 
 
@@ -41,6 +44,7 @@ def rows(graph: GraphReport) -> list[Row]:
             quartiles=_quartiles(told),
             factor=_factor(told, eager(graph)) or NONE,
             compile=NONE if told.compile_s is None else duration(told.compile_s * 1e6),
+            peak=NONE if told.peak_bytes is None else size(told.peak_bytes),
             problem=problem(graph, told),
         )
         for told in graph.candidates
@@ -142,6 +146,12 @@ def duration(us: float) -> str:
     """A time in the unit that suits it, to three digits."""
     unit, size = _unit(us)
     return f"{_digits(us / size)} {unit}"
+
+
+def size(number: int) -> str:
+    """A number of bytes in the unit that suits it, to three digits."""
+    unit, scale = next(((u, s) for u, s in _SIZES if number >= 0.9995 * s), ("kB", 1e3))
+    return f"{_digits(number / scale)} {unit}"
 
 
 def _unit(us: float) -> tuple[str, float]:

@@ -79,11 +79,11 @@ def _candidates(rows: Sequence[choices.Row]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("candidate", overflow="fold")
     table.add_column("", no_wrap=True)
-    for title in ("a call", "quartiles", "× eager", "compile"):
+    for title in ("a call", "quartiles", "× eager", "compile", "peak"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         style = _STATES.get(row.state, "")
-        cells = (row.latency, row.quartiles, row.factor, row.compile)
+        cells = (row.latency, row.quartiles, row.factor, row.compile, row.peak)
         table.add_row(Text(row.name, style), Text(row.state, style), *cells)
     return table
 

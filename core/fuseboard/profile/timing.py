@@ -1,0 +1,84 @@
+"""Candidates of one graph timed against each other on a call's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, Measurement
+from fuseboard.errors import PluginError
+from fuseboard.lower.failure import decide, trip
+from fuseboard.profile.candidates import Candidate
+from fuseboard.profile.choose import note_times
+from fuseboard.profile.measure import measure_calls
+from fuseboard.report.data import GraphReport
+from fuseboard.torch_allocator import peak_bytes
+
+_CPU = torch.device("cpu")
+
+
+class Timing:
+    """Times candidates in turn, and writes what it finds into their rows of the report."""
+
+    def __init__(self, session: Session, report: GraphReport) -> None:
+        self._session = session
+        self._report = report
+        self._comparisons = 0
+
+    def __call__(
+        self, candidates: Sequence[Candidate], inputs: list[Any]
+    ) -> tuple[dict[Candidate, Measurement], dict[Candidate, Exception]]:
+        """What each one takes, and the exceptions of those that raised.
+
+        :raises PluginError: the hook that measures failed, and the policy is to raise.
+        """
+        errors: dict[Candidate, Exception] = {}
+
+        def call(candidate: Candidate, function: Boxed) -> None:
+            try:
+                function(list(inputs))
+            except Exception as error:  # compiled code may raise anything
+                errors.setdefault(candidate, error)
+
+        calls = {
+            candidate: partial(call, candidate, candidate.program.trial(None))
+            for candidate in candidates
+            if candidate.program is not None
+        }
+        times = dict(zip(calls, self._measure(list(calls.values())), strict=True))
+        times = {candidate: one for candidate, one in times.items() if candidate not in errors}
+        self._comparisons += 1
+        note_times([(c.told, one) for c, one in times.items()], self._comparisons)
+        self._note_peaks({candidate: calls[candidate] for candidate in times}, inputs)
+        return times, errors
+
+    def _measure(self, calls: Sequence[Callable[[], Any]]) -> list[Measurement]:
+        budget_s = self._session.settings.measure_s
+        try:
+            _, measured = self._session.first("fuseboard_measure", calls=calls, budget_s=budget_s)
+        except PluginError as error:
+            graph = self._report.name
+            if decide(self._session, graph, error.plugin, "profile", error) == "raise":
+                raise
+            trip(self._report, error.plugin, "profile", graph, error, "the default measuring")
+            measured = measure_calls(calls, budget_s)
+        return measured  # type: ignore[no-any-return]
+
+    def _note_peaks(
+        self, calls: Mapping[Candidate, Callable[[], Any]], inputs: Sequence[Any]
+    ) -> None:
+        """What each candidate allocates at the most, by one more call of each.
+
+        Only as long as these calls take no longer than the time for measuring.
+        """
+        device = next((v.device for v in inputs if isinstance(v, torch.Tensor) and v.is_cuda), _CPU)
+        left_s = self._session.settings.measure_s
+        for candidate, call in calls.items():
+            if candidate.told.peak_bytes is None:
+                left_s -= 1e-6 * (candidate.told.latency_us or 0.0)
+                if left_s > 0:
+                    candidate.told.peak_bytes = peak_bytes(call, device)
