@@ -16,6 +16,7 @@ import torch
 import fuseboard
 from fuseboard import (
     CompileProfiler,
+    SampledProfile,
     SamplingError,
     SamplingOptions,
     SamplingProfiler,
@@ -61,6 +62,11 @@ def settled(sampler, *, while_="starting"):
     return status
 
 
+def here(profile: SampledProfile) -> list[StackSample]:
+    """The samples of this thread: py-spy takes threads that wait for a pipe for busy at times."""
+    return [sample for sample in profile.samples if '"MainThread"' in sample.thread]
+
+
 def fake(tmp_path: Path, text: str) -> str:
     """An executable that behaves as this Python program does."""
     path = tmp_path / "bin" / "py-spy"
@@ -74,15 +80,13 @@ def fake(tmp_path: Path, text: str) -> str:
 
 
 def test_a_real_session_sees_the_function_that_spins(tracing):
-    """Most samples are in it, at its lines; the rate is about what was asked for.
-
-    Others are the session's own start and stop, which take longer on a machine that is busy.
-    """
+    """Most samples are in it, at its lines; the rate is about what was asked for."""
     profiler = SamplingProfiler(sampler="pyspy", stop_at_error=True)
     assert profiler.profile(spin, 0.6) == "spun"
-    inside = [s for s in profiler.result.samples if any(f.name == "spin" for f in s.stack)]
+    samples = here(profiler.result)
+    inside = [s for s in samples if any(f.name == "spin" for f in s.stack)]
     assert 10 <= len(inside) <= 90  # 60 on a machine that is free
-    assert len(inside) > 0.5 * profiler.result.total
+    assert len(inside) > 0.5 * len(samples)
     frame = next(f for f in inside[0].stack if f.name == "spin")
     first = spin.__code__.co_firstlineno
     assert frame.file == __file__
@@ -113,7 +117,7 @@ def test_a_real_session_tells_regions_apart(tracing):
     sorting = [r.name for r in report.regions if "aten.sort.default" in r.ops]
     assert [shares[0].region] == sorting
     assert shares[0].backend == "eager"
-    assert shares[0].share > 0.5
+    assert shares[0].samples > 0.5 * len(here(profiler.result))
     assert sum(share.share for share in shares) == pytest.approx(1)
 
 
@@ -152,7 +156,7 @@ def test_sampling_ends_by_itself_after_its_longest_duration(tracing):
     profiler = SamplingProfiler(sampler="pyspy", max_profile_duration_sec=1, stop_at_error=True)
     profiler.profile(spin, 2.2)
     assert any("max_profile_duration_sec" in note for note in profiler.result.notes)
-    assert 0 < profiler.result.total <= 130
+    assert 0 < len(here(profiler.result)) <= 130
 
 
 def test_a_killed_sampler_does_not_touch_the_work(tracing, caplog):
