@@ -33,8 +33,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402  # after the environment is set
 import torch  # noqa: E402
 
-# torch's structured trace logs hundreds of empty lines a compile; a failing test would show them.
-logging.getLogger("torch.__trace").propagate = False
+# torch makes its structured trace, hundreds of records a compile, where this logger has a handler.
+# pytest gives one of its own to each logger that doesn't propagate.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True)

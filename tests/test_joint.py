@@ -218,7 +218,7 @@ def test_sizes_may_be_symbolic():
     """Every policy, with sizes that change between calls."""
     for options in POLICIES:
         torch._dynamo.reset()
-        model = blocks(2, noise=0.3)
+        model = blocks(1, noise=0.3)
         twin = copy.deepcopy(model)
         function = compiled(model, dynamic=True, **options)
         for rows in (3, 5):
@@ -273,14 +273,21 @@ def test_selective_checkpoints_save_what_they_say(options):
 # --- budgets of marked code -----------------------------------------------------------------------
 
 
-def test_a_mark_on_everything_is_that_budget():
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        (0.0, [{"memory_budget": 0.5}]),
+        (0.3, [{}, {"memory_budget": 0.5}, {"joint_policy": "recompute_all"}]),
+        (1.0, [{"joint_policy": "recompute_all"}]),
+    ],
+)
+def test_a_mark_on_everything_is_that_budget(budget, options):
     """Whatever the setting says."""
     x = rnd(3, 8, WIDTH)
-    for budget in (0.0, 0.3, 1.0):
-        wanted = total(check_gradients(blocks(4), x, memory_budget=budget))
-        for options in ({}, {"memory_budget": 0.5}, {"joint_policy": "recompute_all"}):
-            marked = blocks(4, budget=budget)
-            assert total(check_gradients(marked, x, fullgraph=True, **options)) == wanted
+    wanted = total(check_gradients(blocks(2), x, memory_budget=budget))
+    for given in options:
+        marked = blocks(2, budget=budget)
+        assert total(check_gradients(marked, x, fullgraph=True, **given)) == wanted
 
 
 @pytest.mark.parametrize(("inside", "outside"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.5)])

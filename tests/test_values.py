@@ -265,6 +265,14 @@ def test_overflow_of_a_half_type_is_eagers() -> None:
     assert not judge(reference, [torch.tensor([65504.0, 4.0], dtype=torch.float16)]).ok
 
 
+def test_where_eager_has_a_nan_that_is_its_own_float64_s_infinity_is_right_too() -> None:
+    """As gelu of infinity is with AVX-512. A number isn't right."""
+    reference = reference_of(lambda a: a * 2, torch.tensor([torch.inf, 2.0, 3.0]))
+    reference.eager[0][0] = torch.nan
+    for value, right in ((torch.nan, True), (torch.inf, True), (-torch.inf, False), (4.0, False)):
+        assert judge(reference, [torch.tensor([value, 4.0, 6.0])]).ok == right
+
+
 def test_masks_of_minus_infinity_are_judged() -> None:
     """A softmax over a masked row is judged, and a row that is masked wholly is NaN."""
     mask = torch.zeros(4, 6)

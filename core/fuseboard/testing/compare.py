@@ -15,6 +15,10 @@ SLACK = 2.0
 #: with the reciprocal, is one or two roundings off.
 FLOOR_UNITS = 4
 
+#: Of fewer elements than this the largest error is small by chance at times, in eager as in what is
+#: compared with it: there what :func:`torch.testing.assert_close` passes is right as well.
+FEW_ELEMENTS = 64
+
 
 def first_difference(got: Observations, eager: Observations, exact: Observations) -> str:
     """The first thing that a caller could notice, on one line; "" if there is none.
@@ -70,18 +74,34 @@ def _strides(seen: Seen) -> list[int]:
 def _values(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> str:
     """Element by element: no further from float64 than eager's worst element, with slack.
 
-    Integers and booleans are eager's, and so are NaN and infinities.
+    Integers and booleans are eager's, and so are NaN and infinities, or else float64's: a kernel of
+    eager's may have NaN where another CPU's has infinity (gelu of infinity with AVX-512).
     """
     if got.numel() == 0:
         return ""
     if not eager.is_floating_point():
         return _first_wrong(got != eager, got, eager)
     finite = eager.isfinite()
-    special = ~finite & ~((got == eager) | (got.isnan() & eager.isnan()))
+    special = ~finite & ~(_same(got, eager) | (~exact.isfinite() & _same(got, exact)))
     wrong = special | (finite & ~got.isfinite())
     if not wrong.any():
-        wrong = finite & ((got.double() - _reference(eager, exact)).abs() > allowed(eager, exact))
+        reference = _reference(eager, exact)
+        if eager.numel() < FEW_ELEMENTS and _close(got, reference):
+            return ""
+        wrong = finite & ((got.double() - reference).abs() > allowed(eager, exact))
     return _first_wrong(wrong, got, eager)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def _close(got: torch.Tensor, reference: torch.Tensor) -> bool:
+    try:
+        torch.testing.assert_close(got, reference.to(got.dtype), equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def allowed(eager: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
