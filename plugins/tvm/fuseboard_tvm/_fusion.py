@@ -156,6 +156,48 @@ def sources(value: Value, roots: set[Value]) -> set[Value]:
     return found
 
 
+def in_order(kernel: Kernel, wanted: set[Value], roots: set[Value]) -> list[Value]:
+    """What a kernel reads, in an order that depends on the graph alone."""
+    found: dict[Value, None] = {}
+    seen: set[Value] = set()
+
+    def visit(value: Value) -> None:
+        stack = [value]
+        while stack:
+            one = stack.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in wanted:
+                found.setdefault(one)
+            elif one not in roots:
+                stack.extend(reversed(one.inputs))
+
+    for member in kernel.members:
+        for one in member.inputs:
+            visit(one)
+    return list(found)
+
+
+def is_irregular(members: Sequence[Value], roots: set[Value]) -> bool:
+    """Whether an element comes from computed places or the C library: no vectors."""
+    pending = [one for member in members for one in (member, *member.inputs)]
+    seen: set[Value] = set()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in roots and value not in members:
+            continue
+        if (isinstance(value, Gather) and value.inputs) or (
+            isinstance(value, Point) and value.scalar
+        ):
+            return True
+        pending.extend(value.inputs)
+    return False
+
+
 def _alone(value: Value) -> Kernel:
     if not isinstance(value, Reduce):
         return Kernel([value], None, value.shape)

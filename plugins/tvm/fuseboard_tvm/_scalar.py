@@ -268,3 +268,28 @@ def remainder(a: Expr, b: Expr) -> Expr:
     rest = fmod(a, b)
     off = tirx.And(not_equal(rest, zero), exclusive(b < zero, rest < zero))
     return select(off, rest + b, rest)
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+_LEAST = {"int8": -(2**7), "int16": -(2**15), "int32": -(2**31), "int64": -(2**63), "uint8": 0}
+_MOST = {"int8": 2**7 - 1, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1, "uint8": 255}
+
+
+def identity(how: str, dtype: str) -> Expr:
+    """What a reduction starts from."""
+    if how in ("sum", "prod"):
+        return const(0 if how == "sum" else 1, dtype)
+    least = how == "max"
+    if dtype in FLOATS:
+        return const(-math.inf if least else math.inf, dtype)
+    return const(_LEAST[dtype] if least else _MOST[dtype], dtype)
+
+
+def combine(how: str, a: Expr, b: Expr) -> Expr:
+    """Two partial results of a reduction as one."""
+    if how == "sum":
+        return add(a, b)
+    if how == "prod":
+        return mul(a, b)
+    return maximum(a, b) if how == "max" else minimum(a, b)
