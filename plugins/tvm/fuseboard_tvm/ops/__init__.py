@@ -3,7 +3,7 @@
 One module a family; each fills :data:`fuseboard_tvm.ops.registry.OPS`.
 """
 
-from fuseboard_tvm.ops import externs, pointwise, reductions, shapes
+from fuseboard_tvm.ops import arithmetic, externs, functions, pointwise, reductions, shapes
 from fuseboard_tvm.ops.registry import OPS, Op
 
-__all__ = ["OPS", "Op", "externs", "pointwise", "reductions", "shapes"]
+__all__ = ["OPS", "Op", "arithmetic", "externs", "functions", "pointwise", "reductions", "shapes"]

@@ -1,0 +1,102 @@
+"""Functions of one element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+
+from fuseboard_tvm import _exponentials as exponentials
+from fuseboard_tvm import _scalar as s
+from fuseboard_tvm.ops.promotion import DOUBLE, FLOATS, float_only, library, promoting, simple
+
+for _name in (
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "exp2",
+    "expm1",
+    "log2",
+    "log10",
+    "log1p",
+    "erfc",
+    "lgamma",
+):
+    promoting(_name, "self", library(_name), "INT_TO_FLOAT", cost=40, in_library=FLOATS)
+
+promoting(
+    "exp",
+    "self",
+    lambda bind, x: exponentials.exp(x, bind),
+    "INT_TO_FLOAT",
+    cost=20,
+    in_library=DOUBLE,
+)
+promoting(
+    "log",
+    "self",
+    lambda bind, x: exponentials.log(x, bind),
+    "INT_TO_FLOAT",
+    cost=25,
+    in_library=DOUBLE,
+)
+promoting(
+    "tanh",
+    "self",
+    lambda bind, x: exponentials.tanh(x, bind),
+    "INT_TO_FLOAT",
+    cost=30,
+    in_library=DOUBLE,
+)
+promoting(
+    "erf",
+    "self",
+    lambda bind, x: exponentials.erf(x, bind),
+    "INT_TO_FLOAT",
+    cost=30,
+    in_library=DOUBLE,
+)
+promoting(
+    "sigmoid",
+    "self",
+    lambda bind, x: exponentials.sigmoid(x, bind),
+    "INT_TO_FLOAT",
+    cost=22,
+    in_library=DOUBLE,
+)
+promoting("sqrt", "self", simple(s.sqrt), "INT_TO_FLOAT", cost=4)
+promoting("rsqrt", "self", lambda bind, x: s.reciprocal(s.sqrt(x)), "INT_TO_FLOAT", cost=6)
+promoting("reciprocal", "self", simple(s.reciprocal), "INT_TO_FLOAT", cost=3)
+promoting("abs", "self", simple(s.absolute))
+promoting("neg", "self", simple(s.neg))
+promoting("sign", "self", simple(s.sign), why_not=float_only)
+promoting("floor", "self", simple(s.floor))
+promoting("ceil", "self", simple(s.ceil))
+promoting("trunc", "self", simple(s.trunc))
+promoting("round", "self", simple(s.round_even))
+promoting("frac", "self", lambda bind, x: x - s.trunc(x), why_not=float_only)
+promoting("relu", "self", lambda bind, x: s.maximum(x, s.const(0, s.dtype_of(x))))
+promoting("isnan", "self", lambda bind, x: s.is_nan(x), "ALWAYS_BOOL", why_not=float_only)
+promoting("logical_not", "self", lambda bind, x: tirx.Not(s.cast(x, "bool")), "ALWAYS_BOOL")
+
+
+def _is_infinite(bind: Any, x: Any) -> Any:
+    return tirx.EQ(s.absolute(x), s.const(float("inf"), s.dtype_of(x)))
+
+
+promoting("isinf", "self", _is_infinite, "ALWAYS_BOOL", why_not=float_only)
+
+
+def _bitwise_not(bind: Any, x: Any) -> Any:
+    return tirx.Not(x) if s.dtype_of(x) == "bool" else tirx.bitwise_not(x)
+
+
+promoting("bitwise_not", "self", _bitwise_not)
