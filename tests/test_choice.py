@@ -16,6 +16,7 @@ import torch
 
 import fuseboard
 from fuseboard.contracts import Measurement
+from fuseboard.lower.caching import Cache
 from fuseboard.profile.choose import choose
 from tests.support.backends import all_trips, compiled, last_graph, ledger, observing, plugged
 
@@ -274,6 +275,45 @@ def test_what_only_this_process_can_compile_waits_for_a_later_call():
             torch.testing.assert_close(fn(X), f(X))
     assert states() == {"quick": "slower", "long": "chosen"}
     assert last_graph().settled
+
+
+@torch.library.custom_op("fuseboard_tests::doubled_choice", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "here"),
+    [
+        (lambda x: torch.nn.functional.max_pool2d(x, 2).exp(), False),
+        (lambda x: doubled(x).exp(), True),
+    ],
+    ids=["op of Inductor's own", "op of this program"],
+)
+def test_ops_that_a_child_process_may_not_have(function, here, monkeypatch):
+    """Inductor's own are there; what the user's program defines is compiled in this process."""
+    lowered = []
+    session = "fuseboard.lower.caching.Cache._ask"
+    ask = Cache._ask
+    monkeypatch.setattr(
+        session, lambda self, task: lowered.append(task.region.backend) or ask(self, task)
+    )
+    fn = compiled(function, "mkldnn", "inductor", "eager", measure_s=0.1)
+    x = torch.rand(1, 2, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(fn(x), function(x))
+        assert fuseboard.wait(progress=False)
+        torch.testing.assert_close(fn(x), function(x))
+    assert not all_trips()
+    assert set(states().values()) <= {"chosen", "slower"}
+    assert "inductor" in states()
+    assert ("inductor" in lowered) == here
 
 
 def test_waiting_settles_without_a_call():

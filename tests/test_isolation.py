@@ -274,3 +274,26 @@ def test_a_plugin_that_no_child_can_import_is_not_used(place):
     assert "it is an object of this process" in trip.error
     assert lowered == []
     assert os.listdir(place) == [] or files(place, ARTIFACT) == []
+
+
+@torch.library.custom_op("fuseboard_tests::doubled_isolation", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_region_that_a_child_cannot_read_is_not_tried(place):
+    """It holds an op that only this process has; what might crash isn't tried here instead."""
+    settings = {"isolate": True, "plugins.crashing.log": str(place / "log")}
+    x = torch.randn(5, 3)
+    with registered(crashing_plugin, "crashing"), torch.no_grad():
+        fn = compiled(lambda x: doubled(x) + 1, "crashing", "eager", **settings)
+        torch.testing.assert_close(fn(x), x * 2 + 1)
+    assert tries(place) == []
+    (trip,) = all_trips()
+    assert "crashing can't be tried in a child process, which can't read the region" in trip.error
+    assert "doubled_isolation" in trip.error

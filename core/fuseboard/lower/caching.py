@@ -231,6 +231,11 @@ class Cache:
             if place is not None:
                 place.store.put_tried(place.key, str(crash))
             raise LoweringError(f"in a child process {crash}") from crash
+        if result.unread:
+            raise LoweringError(
+                f"{task.region.backend} can't be tried in a child process, which can't read the "
+                f"region: {result.unread}"
+            )
         _answered(result)
         if place is not None and result.artifact is None:
             place.store.put_tried(place.key, "")

@@ -47,12 +47,15 @@ class Result:
     :ivar error: what it raised, as text.
     :ivar late: it was stopped at the limit.
     :ivar declined: it returned None.
+    :ivar unread: why the region can't be read in that process, as with an op of the user's program;
+        the plugin wasn't asked.
     :ivar guards: on sizes, that its lowering added; None where they can't be told.
     """
 
     error: str = ""
     late: bool = False
     declined: bool = False
+    unread: str = ""
     artifact: bytes | None = None
     notes: tuple[str, ...] = ()
     guards: list[str] | None = None
@@ -111,8 +114,15 @@ def _answer(request: Request, directory: Path) -> Result:
     if request.module:
         register(importlib.import_module(request.module), backend)
     session = board.session(resolve(request.options))
-    graph, inputs, mode = graph_from_bytes(request.graph)
-    region = Region(**request.region, graph=graph, options=session.options(backend))
+    options = session.options(backend)
+    try:
+        # Asked for what it decomposes to, a backend defines the ops of its own among these.
+        kind = request.region["kind"]
+        session.call("fuseboard_decompositions", backend, kind=kind, options=options)
+        graph, inputs, mode = graph_from_bytes(request.graph)
+    except Exception as error:  # whatever the objects in a graph raise
+        return Result(unread=describe(error))
+    region = Region(**request.region, graph=graph, options=options)
     watch = GuardWatch(mode)
     (directory / "started").touch()
     with torch.no_grad(), torch_internals.isolated_tracing(mode):
