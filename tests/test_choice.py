@@ -209,6 +209,32 @@ def test_one_element_in_ten_thousand_is_caught():
     assert "[47, 11]" in trip.error or "(47, 11)" in trip.error
 
 
+def test_strides_are_eagers_where_fake_ones_are_not():
+    """torch's fake log_sigmoid of a transposed tensor has other strides than eager's."""
+    x = torch.rand(2, 5, 4, 3).transpose(1, 2)
+    eager = torch.nn.functional.logsigmoid(x)
+    with plugged("other", call=restrided, info=QUICK):
+        fn = compiled(torch.nn.functional.logsigmoid, "other", "eager", measure_s=0.1)
+        with torch.no_grad():
+            assert fn(x).stride() == eager.stride() == (60, 15, 3, 1)
+            assert fn(x).stride() == eager.stride()
+    assert states() == {"eager": "chosen", "other": "failed"}
+    (trip,) = all_trips()
+    assert "output 0 has strides (60, 3, 12, 1), expected (60, 15, 3, 1)" in trip.error
+
+
+def restrided(eager_call, region):
+    """Laid out as the fake values say."""
+    fake = [node.meta["val"] for node in region.graph.graph.find_nodes(op="output")[0].args[0]]
+
+    def run(args):
+        results = eager_call(args)
+        empty = [torch.empty_strided(like.shape, like.stride()) for like in fake]
+        return [out.copy_(result) for out, result in zip(empty, results, strict=True)]
+
+    return run
+
+
 def test_the_users_own_error_blames_nobody():
     def gather(x, index):
         return x[index] * 2

@@ -141,3 +141,22 @@ def test_settings_of_inductors_own_are_parts_of_the_key(directory):
         assert [loaded(), loaded()] == [False, True]
     options = {"plugins.inductor.config": {"cpp.simdlen": 0}}
     assert [loaded(**options), loaded(**options)] == [False, True]
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backends", [("inductor",), ("mkldnn", "inductor", "eager")])
+def test_a_tensor_joined_with_an_empty_one_is_laid_out_as_eagers(backends):
+    """As keys and values are that an empty cache is updated with; plain Inductor keeps strides."""
+
+    def join(empty, x):
+        return torch.cat([empty, (x * 2).view(2, 5, 4, 3).transpose(1, 2)], -2)
+
+    empty, x = torch.empty(0), rnd(2, 5, 12)
+    with torch.no_grad():
+        result = compiled(join, *backends, min_region_us=0)(empty, x)
+    torch.testing.assert_close(result, join(empty, x))
+    assert result.stride() == join(empty, x).stride() == (60, 15, 3, 1)
+    assert all_trips() == []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
 
@@ -29,7 +29,72 @@ def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> Graph
     new = [node for node in lowered.graph.nodes if node.op == "placeholder"]
     for before, after in zip(old, new, strict=True):
         after.meta.update(before.meta)
+    _keep_strides(graph, lowered)
     return lowered
+
+
+def _keep_strides(graph: GraphModule, lowered: GraphModule) -> None:
+    """Copy outputs that a decomposition lays out otherwise, as Inductor's of ``cat`` may."""
+    (wanted,), (output,) = (g.graph.find_nodes(op="output") for g in (graph, lowered))
+    if not isinstance(output.args[0], tuple | list):
+        return  # the body of a higher-order op, whose result is another op's operand
+    results = list(output.args[0])
+    copies: dict[Any, Node] = {}
+    for place, (before, after) in enumerate(zip(wanted.args[0], results, strict=True)):
+        if isinstance(after, Node) and isinstance(before, Node):
+            order = _order_to_copy(before.meta.get("val"), after.meta.get("val"))
+            if order is not None:
+                if after not in copies:
+                    with lowered.graph.inserting_before(output):
+                        copies[after] = _copied(lowered, after, order)
+                results[place] = copies[after]
+    if copies:
+        output.args = (tuple(results),)
+        lowered.recompile()
+
+
+def _order_to_copy(before: Any, after: Any) -> list[int] | None:
+    """The order of dimensions in memory that a copy needs; None where strides are right already.
+
+    None as well where a copy can't make them so: symbolic ones, and those that overlap or have
+    gaps.
+    """
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
+        return None
+    if before.layout != torch.strided or after.layout != torch.strided:
+        return None
+    shape, strides = before.shape, before.stride()
+    if any(not isinstance(n, int) for n in (*shape, *strides, *after.stride())):
+        return None
+    pairs = zip(strides, after.stride(), shape, strict=True)
+    if before.numel() == 0 or all(m == n or size == 1 for m, n, size in pairs):
+        return None
+    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != step:
+            return None
+        step *= shape[dim]
+    return order
+
+
+def _copied(graph: GraphModule, node: Node, order: list[int]) -> Node:
+    """A copy whose dimensions lie in memory in this order."""
+    aten = torch.ops.aten
+    back = sorted(range(len(order)), key=order.__getitem__)
+    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (aten.permute.default, (order,), {}),
+        (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+        (aten.permute.default, (back,), {}),
+    ]
+    for target, args, kwargs in steps:
+        value = node.meta["val"]
+        made = graph.graph.call_function(target, (node, *args), kwargs)
+        made.meta = {key: held for key, held in node.meta.items() if key != "val"}
+        with torch_internals.fake_mode_of([value]):
+            made.meta["val"] = target(value, *args, **kwargs)
+        node = made
+    return node
 
 
 def _holds_any(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> bool:

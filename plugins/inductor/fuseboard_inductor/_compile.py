@@ -7,6 +7,7 @@ Read against torch 2.13: ``torch/_inductor/compile_fx.py`` (``compile_fx_inner``
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,19 @@ def decomposition_table(random: str) -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(fallback_random=random == "eager"):
-        return dict(select_decomp_table())
+        table = dict(select_decomp_table())
+    cat = torch.ops.aten.cat.default
+    if cat in table:
+        table[cat] = functools.partial(_cat, table[cat])
+    return table
+
+
+def _cat(decomposed: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Laid out as eager's: where one tensor isn't empty, Inductor's keeps that one's strides."""
+    result = decomposed(tensors, dim)
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.clone(memory_format=torch._prims_common.suggest_memory_format(result))
 
 
 def joint_passes(graph: GraphModule, random: str) -> list[Fusion]:
