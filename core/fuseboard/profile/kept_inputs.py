@@ -49,4 +49,15 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    """A copy with the same strides: gaps and repeated elements, which ``clone`` leaves out."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if value.layout != torch.strided:
+        return value.clone()
+    strides = value.stride()
+    # An expanded tensor has one element in several places and takes no copy.
+    shape = [1 if stride == 0 else n for n, stride in zip(value.shape, strides, strict=True)]
+    once = value.as_strided(shape, strides)
+    copy = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(once)
+    return copy.as_strided(value.shape, strides)
