@@ -63,12 +63,17 @@ class _Capture:
 
     @contextmanager
     def knowing(self, example_inputs: Sequence[Any]) -> Iterator[None]:
-        """Let the pipeline see the real inputs for the block; they aren't kept."""
+        """Let the pipeline see Dynamo's graph and the real inputs for the block.
+
+        Neither is kept, but for the graph where it is what runs. Under autocast it can't run: what
+        is cast, AOTAutograd's graph alone knows, and is called with autocast off.
+        """
         self.pipeline.example_inputs = example_inputs
+        self.pipeline.dynamos = None if torch_internals.autocast_is_on() else self.graph
         try:
             yield
         finally:
-            self.pipeline.example_inputs = ()
+            self.pipeline.example_inputs, self.pipeline.dynamos = (), None
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:
         if kind != "backward":

@@ -29,6 +29,7 @@ from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Program, Site
 from fuseboard.lower.runner import Runner
 from fuseboard.lower.specialise import compiling
+from fuseboard.original import original
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.joint import split_joint
@@ -63,6 +64,8 @@ class Pipeline:
         self.planner = Planner(session, self.pins, self._tripped)
         #: Dynamo's, real, as long as it waits for the backend.
         self.example_inputs: Sequence[Any] = ()
+        #: Dynamo's graph, as long as it waits for the backend.
+        self.dynamos: GraphModule | None = None
         # What tripped before there was a graph: told in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -207,6 +210,7 @@ class Pipeline:
         """Several plans: measuring decides, or has decided before."""
         session, report = self.session, work.report
         plans: dict[Candidate, Plan] = {}
+        wrapped = bool(session.with_hook("fuseboard_wrap"))
         for draft in drafts:
             # Each numbers its fusions on from the graph's own, and has regions of its own.
             counter = dataclasses.replace(work.counter, applied=[])
@@ -214,7 +218,10 @@ class Pipeline:
             lowering = dataclasses.replace(self._lowering(work, own, counter), strict=True)
             told = CandidateReport(draft.name)
             report.candidates.append(told)
-            plans[Candidate(draft.cuts, lowering, told)] = draft.plan
+            candidate = Candidate(draft.cuts, lowering, told)
+            if draft.name == "eager" and self.dynamos is not None and not wrapped:
+                candidate.given = original(self.dynamos, self.example_inputs, work)
+            plans[candidate] = draft.plan
 
         def installed(winner: Candidate) -> None:
             assert winner.program is not None

@@ -77,6 +77,26 @@ def inputs_were_changed() -> bool:
     return metadata is None or bool(tokens) or subclasses_were_unwrapped(context)
 
 
+def autocast_is_on() -> bool:
+    """For any kind of device. Not to be asked while AOTAutograd runs: it switches it off."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def mirrors_dynamo() -> bool:
+    """Whether the graph that is being compiled returns just what Dynamo's does, for its inputs.
+
+    So it is where nothing is written to, and AOTAutograd makes no result anew from an input or from
+    another result.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if inputs_were_changed():
+        return False
+    written = (i.mutates_data or i.mutates_metadata for i in metadata.input_info)  # type: ignore[union-attr]
+    kinds = {info.output_type.name for info in metadata.output_info}  # type: ignore[union-attr]
+    return not any(written) and kinds <= {"non_alias", "unsafe_view_alias"}
+
+
 def compile_id() -> str:
     """Dynamo's id of the compile that is under way, such as ``0/1``; empty outside of one."""
     context = torch._guards.CompileContext.try_get()

@@ -277,7 +277,10 @@ class Program:
         :param local: the variable that tells how far the call came; "" for none.
         """
         results = self.board.results
-        steps: list[Site | Node] = [*self.sites, *needed_nodes(self.board.kept, results)]
+        returned = {node for site in self.sites for node in site.cut.outputs}
+        kept = [node for node in self.board.kept if node not in returned]
+        wanted = [value for value in results if value not in returned]
+        steps: list[Site | Node] = [*self.sites, *needed_nodes(kept, wanted)]
         flow = [
             (step.all_input_nodes, [step])
             if isinstance(step, Node)

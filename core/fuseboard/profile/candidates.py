@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from fuseboard.lower.caching import Deferred, Token
+from fuseboard.lower.codegen import target_name
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Board, Program, Site
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import CandidateReport, RegionReport
+from fuseboard.report.nodes import source_line
 
 
 @dataclass(eq=False)
@@ -23,6 +26,7 @@ class Candidate:
     :ivar postponed: it is to be lowered in this process, by a later call.
     :ivar program: None until it is lowered, and again once it has lost.
     :ivar proven: its outputs were right, in this process or an earlier one.
+    :ivar given: its code, where nothing has to be lowered.
     """
 
     cuts: list[Cut]
@@ -33,6 +37,7 @@ class Candidate:
     postponed: bool = False
     program: Program | None = None
     proven: bool = False
+    given: Site | None = None
 
     @property
     def name(self) -> str:
@@ -52,6 +57,10 @@ class Candidate:
 
         Raises what the backends raise, or :class:`RegionError` of a wrapper.
         """
+        if self.given is not None:
+            self.regions[:] = [described(self.given)]
+            self.program = Program(board, [self.given])
+            return []
         start = time.perf_counter()
         self.lowering.defers, self.lowering.ready = defers, self.ready
         self.regions.clear()
@@ -84,3 +93,17 @@ class Candidate:
         self.postponed = False
         self.ready.clear()
         self.waiting.clear()
+
+
+def described(site: Site) -> RegionReport:
+    """The report of a region that wasn't lowered by a backend."""
+    region, nodes = site.lowered.region, site.cut.nodes
+    return RegionReport(
+        name=region.name,
+        backend=region.backend,
+        ops=dict(Counter(map(target_name, nodes))),
+        sources=tuple(dict.fromkeys(filter(None, map(source_line, nodes)))),
+        notes=["Dynamo's own graph"],
+        whole=region.whole,
+        signature=region.signature,
+    )

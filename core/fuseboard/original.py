@@ -1,0 +1,78 @@
+"""Dynamo's graph as code for a whole graph: what eager is, before anything was taken apart.
+
+AOTAutograd's graph run op by op isn't always as fast. Some ops it can only capture by taking them
+apart (resizing an image becomes dozens of index ops), and it has more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard import torch_internals
+from fuseboard.contracts import Boxed, Region
+from fuseboard.lower.lowering import Lowered
+from fuseboard.lower.program import Site
+from fuseboard.partition.places import Place
+from fuseboard.partition.regions import Cut
+from fuseboard.work import Work, placed
+
+#: What changes how ops run: that belongs to the calls around AOTAutograd's graph.
+_MODES = frozenset(
+    {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"}
+)
+
+
+def original(graph: GraphModule, example_inputs: Sequence[Any], work: Work) -> Site | None:
+    """Code that runs Dynamo's graph in the place of AOTAutograd's; None where it can't.
+
+    Its inputs and outputs must be the same, and nothing about it a part of how AOTAutograd calls
+    what it compiled.
+
+    :param graph: Dynamo's.
+    :param example_inputs: of ``graph``.
+    """
+    placeholders = work.graph.graph.find_nodes(op="placeholder")
+    results = work.graph.graph.output_node().args[0]
+    assert isinstance(results, tuple | list)
+    if (
+        work.kind != "inference"
+        or len(placeholders) != len(example_inputs)
+        or not all(isinstance(value, Node) for value in results)
+        or not torch_internals.mirrors_dynamo()
+        or any(map(_is_special, graph.graph.nodes))
+    ):
+        return None
+    nodes = placed(work.graph, work.kept)
+    cut = Cut(Place(0, "eager"), work.graph, nodes, placeholders, list(results))  # type: ignore[arg-type]
+    region = Region(
+        name=f"{work.report.name}.region0",
+        backend="eager",
+        kind=work.kind,
+        graph=work.graph,
+        signature="",
+        static_inputs=tuple(sorted(work.fixed)),
+        whole=True,
+    )
+    call = _boxed(graph)
+    return Site(cut, Lowered(region, call, call, tuple(range(len(placeholders)))))
+
+
+def _is_special(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return getattr(node.target, "__name__", "") in _MODES
+
+
+def _boxed(graph: GraphModule) -> Boxed:
+    forward = graph.forward
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        inputs = tuple(args)
+        args.clear()
+        return forward(*inputs)  # type: ignore[no-any-return]
+
+    return call

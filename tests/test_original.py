@@ -1,0 +1,173 @@
+"""Dynamo's own graph as the candidate ``eager``: where it runs instead of AOTAutograd's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fuseboard
+from fuseboard.report.data import ledger
+from tests.support.backends import all_trips, compiled, last_graph, plugged
+from tests.support.values import rnd
+
+OWN = ["Dynamo's own graph"]
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    ledger.clear()
+
+
+def run(function, *inputs, calls=3, **options):
+    """Calls beside a backend that takes everything and is slow; the region that was chosen."""
+    import time
+
+    def slow(eager_call, region):
+        def call(args):
+            time.sleep(0.02)
+            return eager_call(args)
+
+        return call
+
+    with plugged("slow", call=slow, info={"compiles_quickly": True}):
+        fn = compiled(function, "slow", "eager", measure_s=0.1, **options)
+        with torch.no_grad():
+            for _ in range(calls):
+                torch.manual_seed(0)
+                expected = function(*inputs)
+                torch.manual_seed(0)
+                result = fn(*inputs)
+                torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert not all_trips()
+    graph = last_graph()
+    assert [told.name for told in graph.candidates if told.state == "chosen"] == ["eager"]
+    (region,) = graph.regions
+    assert region.backend == "eager"
+    assert {node.backend for node in graph.nodes} <= {"eager", "board"}
+    return region
+
+
+# --- where it stands in ---------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Weights, a buffer, two results of which one is a view of the other's operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4).eval()
+
+    def forward(self, x: torch.Tensor):
+        y = self.norm(self.linear(x))
+        return y, y.sum(-1), [y.exp(), {"k": x.relu()}]
+
+
+def test_a_model_runs_as_dynamo_has_it():
+    assert run(Model().eval(), rnd(3, 4)).notes == OWN
+
+
+def test_ops_that_capture_takes_apart_are_whole():
+    """Resizing an image is one op in Dynamo's graph, and more than ten in AOTAutograd's."""
+
+    def resize(x):
+        return F.interpolate(x, scale_factor=2, mode="bilinear")
+
+    assert run(resize, rnd(1, 2, 5, 5)).notes == OWN
+    assert len(last_graph().nodes) > 10
+
+
+def test_results_that_share_storage_do_so_as_in_eager():
+    def both(x):
+        y = x.exp()
+        return y, y[0], y
+
+    assert run(both, rnd(3, 3)).notes == OWN
+    with plugged("slow", info={"compiles_quickly": True}):
+        with torch.no_grad():
+            y, first, again = compiled(both, "slow", "eager")(rnd(3, 3))
+    assert first.data_ptr() == y.data_ptr()
+    assert again is y
+
+
+def test_random_numbers_are_eagers():
+    assert run(lambda x: F.dropout(x, 0.5), rnd(64)).notes == OWN
+
+
+def test_the_user_s_own_error_passes_and_later_calls_work():
+    def pick(x, i):
+        return x.exp()[i]
+
+    region = run(pick, rnd(4), torch.tensor([1]))
+    assert region.notes == OWN
+    with plugged("slow", info={"compiles_quickly": True}):
+        fn = compiled(pick, "slow", "eager")
+        with torch.no_grad(), pytest.raises(IndexError):
+            fn(rnd(4), torch.tensor([9]))
+
+
+def test_sizes_may_be_symbolic():
+    assert run(lambda x: x.exp() * x.shape[0], rnd(5, 3), dynamic=True).notes == OWN
+
+
+def test_it_is_told_in_the_report():
+    run(Model().eval(), rnd(3, 4))
+    assert "Dynamo's own graph" in str(fuseboard.last_report())
+
+
+# --- where it can't -------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return x.exp() * self.seen
+
+
+def halves(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (x @ x.t()).exp()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.exp(), x[0]),
+        halves,
+        lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+    ],
+    ids=["view of an input", "autocast inside", "higher-order op"],
+)
+def test_what_belongs_to_aotautograd_stays_there(function):
+    assert run(function, rnd(3, 3)).notes != OWN
+
+
+def test_a_graph_that_writes_runs_as_captured():
+    """Its buffer is written once a call, in the calls that compare candidates too."""
+    from copy import deepcopy
+
+    model, x = Counting(), rnd(3)
+    twin = deepcopy(model)
+    with plugged("quick", info={"compiles_quickly": True}):
+        fn = compiled(model, "quick", "eager")
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(fn(x), twin(x))
+    assert all(region.notes != OWN for region in last_graph().regions)
+
+
+def test_autocast_around_the_call_is_kept():
+    """Casts are a part of AOTAutograd's graph alone; calls run with autocast off."""
+
+    def product(x):
+        return x @ x.t()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(product, rnd(3, 3)).notes != OWN
