@@ -24,7 +24,7 @@ SAMPLE_EACH_S = 0.01
 #: Seconds of calls in a block: a hundred samples, and long beside the turn of the next one.
 BLOCK_S = 1.0
 #: What blocks run under. The second is the control: as far from 1 as it is, so is the rest.
-KINDS = ("off", "off again", "sampled", "sampled, native")
+KINDS = ("off", "off again", "sampled", "sampled, blocking", "sampled, native")
 
 
 def measure_blocks(
@@ -83,7 +83,8 @@ class _Counted:
         import fuseboard
 
         self._samples = samples.setdefault(kind, [])
-        self._settings = fuseboard.settings(plugins={"pyspy": {"native": "native" in kind}})
+        options = {name: True for name in ("blocking", "native") if name in kind}
+        self._settings = fuseboard.settings(plugins={"pyspy": options})
         self._profiler = fuseboard.SamplingProfiler(
             sampler="pyspy", sample_each=SAMPLE_EACH_S, stop_at_error=True
         )
@@ -115,7 +116,7 @@ def _finding(session: Session, repeats: int, threads: int, model: str) -> Findin
 
 
 def sampling_finding(claim: str, processes: Sequence[dict[str, Any]]) -> Finding:
-    """The verdict; and beside the slowdown the control's, and that of native frames."""
+    """The verdict; and beside the slowdown the control's, and that of the costlier options."""
     ratios = {kind: slowdown(processes, kind) for kind in KINDS[1:]}
     taken = [count for process in processes for count in process["samples"]["sampled"]]
     data = {"ratios": ratios, "processes": list(processes)}

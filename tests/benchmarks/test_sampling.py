@@ -17,7 +17,13 @@ from fuseboard import SamplingError
 def process(sampled: float, again: float = 1.0, counts=(100, 101)):
     """A worker's values: two calls a second without a session, and these ratios."""
     off = [0.5, 0.6, 0.5]
-    ratios = {"off": 1.0, "off again": again, "sampled": sampled, "sampled, native": 1.5}
+    ratios = {
+        "off": 1.0,
+        "off again": again,
+        "sampled": sampled,
+        "sampled, blocking": 1.2,
+        "sampled, native": 1.5,
+    }
     return {
         "seconds": {kind: [ratio * x for x in off] for kind, ratio in ratios.items()},
         "samples": {"sampled": list(counts), "sampled, native": [90]},

@@ -270,19 +270,22 @@ def test_native_frames_that_are_refused_are_left_out(tmp_path):
     )
 
 
-def test_options_reach_the_command_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [({}, ["--nonblocking"]), ({"blocking": True}, []), ({"native": True}, ["--native"])],
+)
+def test_options_reach_the_command_line(options, flags, tmp_path, monkeypatch):
     """The rate, the longest duration and how samples are taken."""
     told = "import json, sys, os\nprint('Sampling process', json.dumps(sys.argv[1:]), flush=True)\n"
     executable = fake(tmp_path, told + "import time; time.sleep(60)")
     monkeypatch.setattr(_executable, "find", lambda: executable)
-    with fuseboard.settings(plugins={"pyspy": {"blocking": False}}):
+    with fuseboard.settings(plugins={"pyspy": options}):
         (found,), _ = session.find_samplers("pyspy")
     found.sampler.start(41, "run", SamplingOptions(250.0, 2.5))
     assert settled(found.sampler).state == "running"
     arguments = json.loads(found.sampler._process.output.partition("process ")[2])
     assert arguments[:8] == "record --pid 41 --rate 250 --duration 3 --format".split()
-    assert "--nonblocking" in arguments
-    assert "--native" not in arguments
+    assert [flag for flag in ("--nonblocking", "--native") if flag in arguments] == flags
     found.sampler.stop()
     found.sampler.stop()
 

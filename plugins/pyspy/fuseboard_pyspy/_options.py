@@ -14,7 +14,7 @@ class Options(BaseModel):
         "sample then stops the process for some milliseconds instead of a fraction of one.",
     )
     blocking: bool = Field(
-        True,
-        description="Stop the process while its stacks are read. Without that a sample costs less, "
-        "and now and then shows a stack that never was.",
+        False,
+        description="Stop the process while its stacks are read. A sample then costs more; without "
+        "it one shows now and then a stack that never was.",
     )

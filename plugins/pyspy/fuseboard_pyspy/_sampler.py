@@ -25,12 +25,13 @@ class PySpy:
     """A :class:`fuseboard.Sampler`.
 
     :param native: try with native frames first, and without them where that fails.
-    :param blocking: the process stands still while its stacks are read.
+    :param blocking: the process stands still while its stacks are read. For native frames it does
+        so in any case.
     """
 
     python_frames = True
 
-    def __init__(self, executable: str, native: bool, blocking: bool = True) -> None:
+    def __init__(self, executable: str, native: bool, blocking: bool = False) -> None:
         self._executable = executable
         self._native = native
         self._blocking = blocking
@@ -52,14 +53,14 @@ class PySpy:
             *("--rate", str(max(1, round(options.rate_hz)))),
             *("--duration", str(math.ceil(options.max_duration_s))),
             *("--format", "speedscope", "--output", str(self._written), "--full-filenames"),
-            *([] if self._blocking else ["--nonblocking"]),
         ]
         self._run()
 
     def _run(self) -> None:
-        native = ["--native"] if self._native else []
+        # py-spy reads native frames only of a process that stands still.
+        how = ["--native"] if self._native else [] if self._blocking else ["--nonblocking"]
         log = Path(self._folder.name) / "log.txt"
-        self._process = fuseboard.SamplerProcess([*self._command, *native], log)
+        self._process = fuseboard.SamplerProcess([*self._command, *how], log)
 
     def status(self) -> fuseboard.SamplerStatus:
         if self._done is not None:
