@@ -89,7 +89,7 @@ class Candidate:
     def drop(self, state: str, problem: str = "") -> None:
         """Let go of what was lowered."""
         self.told.state, self.told.problem = state, problem
-        self.program = None
+        self.program = self.given = None
         self.postponed = False
         self.ready.clear()
         self.waiting.clear()
