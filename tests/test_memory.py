@@ -48,6 +48,7 @@ def test_what_a_step_allocates():
     for point in (eager, whole):
         assert point.saved_bytes == MIB
         assert point.peak_bytes == 4 * MIB
+        assert point.activation_bytes == 3 * MIB
         assert 0 < point.low_us <= point.latency_us <= point.high_us
         assert point.calls >= 1
     assert (eager.budget, whole.budget) == (None, 1.0)

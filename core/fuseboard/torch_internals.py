@@ -294,18 +294,21 @@ def state_wrappers() -> tuple[Any, Any]:
     return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
 
 
-def allocations(profile: Any, marker: str) -> tuple[list[tuple[int, int]], int]:
+def allocations(profile: Any, marker: str) -> tuple[list[tuple[int, int, int]], int]:
     """The CPU allocator's events in a ``torch.profiler.profile`` with ``profile_memory``.
 
-    :returns: (nanoseconds, bytes taken or given back) in order; and when ``marker`` began.
+    :returns: (nanoseconds, bytes taken or given back, address) in order; and when ``marker`` began.
     """
-    found: list[tuple[int, int]] = []
-    marked = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]" and event.device_type().name == "CPU":
-            found.append((event.start_ns(), event.nbytes()))
-        elif event.name() == marker:
-            marked = event.start_ns()
+    results = profile.profiler.kineto_results
+    found: list[tuple[int, int, int]] = []
+    pending = list(results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.alloc_size, fields.ptr))
+    marked = next((e.start_ns() for e in results.events() if e.name() == marker), 0)
     return sorted(found, key=lambda change: change[0]), marked
 
 

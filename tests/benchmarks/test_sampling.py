@@ -78,10 +78,11 @@ def test_each_round_has_a_block_of_each_kind_in_a_changing_order(monkeypatch):
     assert {kind: len(values) for kind, values in seconds.items()} == dict.fromkeys(
         sampling.KINDS, 6
     )
-    rounds = [tuple(entered[i : i + 4]) for i in range(0, len(entered), 4)]
-    assert all(set(kinds) == set(sampling.KINDS) for kinds in rounds)
+    count = len(sampling.KINDS)
+    rounds = [tuple(entered[i : i + count]) for i in range(0, len(entered), count)]
+    assert all(set(block) == set(sampling.KINDS) for block in rounds)
     assert len(set(rounds)) > 1
-    assert Counter(calls) == {1: 48, 2: 48}  # 4 calls a block, of 24 blocks
+    assert Counter(calls) == {1: 60, 2: 60}  # 4 calls a block, of 30 blocks
     assert all(value > 0 for values in seconds.values() for value in values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,8 @@ class MemoryPoint:
     :ivar high_us: the third quartile.
     :ivar pareto: no other point is as good in both peak and time, and better in one.
     :ivar trips: failures that the board contained while it compiled this.
+    :ivar activation_bytes: the most that was allocated at once apart from the gradients that the
+        step returns, which no budget reaches; None on CUDA, where it isn't told.
     """
 
     budget: float | None
@@ -50,6 +53,7 @@ class MemoryPoint:
     calls: int
     pareto: bool = False
     trips: int = 0
+    activation_bytes: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -162,12 +166,12 @@ class _Step:
             )
         self.device = self.leaves[0].device
 
-    def run(self, call: Callable[..., Any]) -> None:
-        """Forward and backward; the gradients are dropped."""
+    def run(self, call: Callable[..., Any]) -> Sequence[torch.Tensor | None]:
+        """Forward and backward: the gradients of the leaves."""
         starts = self._starts(call(*self.args, **self.kwargs))
         with torch.profiler.record_function(_BACKWARD):
             self._between()
-        torch.autograd.grad(
+        return torch.autograd.grad(
             starts, self.leaves, [torch.ones_like(s) for s in starts], allow_unused=True
         )
 
@@ -196,7 +200,7 @@ class _Step:
         for _ in range(2):  # compiles; and the first call runs code that checks itself
             self.run(call)
         on_cuda = self.device.type == "cuda"
-        saved, peak = self._cuda_bytes(call) if on_cuda else self._cpu_bytes(call)
+        saved, peak, activations = self._cuda_bytes(call) if on_cuda else self._cpu_bytes(call)
 
         def timed() -> None:
             self.run(call)
@@ -205,7 +209,14 @@ class _Step:
 
         time = measure_calls([timed], seconds)[0]
         return MemoryPoint(
-            budget, saved, peak, time.latency_us, time.low_us, time.high_us, time.calls
+            budget,
+            saved,
+            peak,
+            time.latency_us,
+            time.low_us,
+            time.high_us,
+            time.calls,
+            activation_bytes=activations,
         )
 
     def _between(self) -> None:
@@ -213,24 +224,32 @@ class _Step:
         if self.device.type == "cuda":
             self._saved = torch.cuda.memory_allocated(self.device)
 
-    def _cuda_bytes(self, call: Callable[..., Any]) -> tuple[int, int]:
+    def _cuda_bytes(self, call: Callable[..., Any]) -> tuple[int, int, None]:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.run(call)
         peak = torch.cuda.max_memory_allocated(self.device)
-        return self._saved - before, peak - before
+        return self._saved - before, peak - before, None
 
-    def _cpu_bytes(self, call: Callable[..., Any]) -> tuple[int, int]:
+    def _cpu_bytes(self, call: Callable[..., Any]) -> tuple[int, int, int]:
         """From the allocator's own events, which compiled kernels cause as eager's ops do."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            self.run(call)
+            gradients = self.run(call)
         changes, backward_ns = torch_internals.allocations(profile, _BACKWARD)
-        now = saved = peak = 0
-        for when_ns, change in changes:
-            now += change
-            peak = max(peak, now)
-            if when_ns <= backward_ns:
-                saved = now
-        return saved, peak
+        saved = sum(change for when_ns, change, _ in changes if when_ns <= backward_ns)
+        # What lies at a gradient's address last is the gradient.
+        last = {address: n for n, (_, change, address) in enumerate(changes) if change > 0}
+        lasting = {
+            last.get(gradient.untyped_storage().data_ptr())
+            for gradient in gradients
+            if gradient is not None
+        }
+        everything = [change for _, change, _ in changes]
+        rest = [change for n, change in enumerate(everything) if n not in lasting]
+        return saved, _peak(everything), _peak(rest)
+
+
+def _peak(changes: Sequence[int]) -> int:
+    return max(itertools.accumulate(changes, initial=0))
