@@ -179,6 +179,21 @@ def test_what_differs_is_different(got, eager):
     assert difference(eager, eager) == ""
 
 
+def test_what_eager_overflows_is_right_as_float64_has_it():
+    """Another number isn't, nor an infinity that neither has."""
+    eager = torch.tensor([torch.inf, torch.nan, 1.0])
+    exact = torch.tensor([3e38, torch.inf, 1.0], dtype=torch.float64)
+    for first, second, right in (
+        (3e38, torch.inf, True),
+        (torch.inf, torch.nan, True),
+        (2e38, torch.inf, False),
+        (-torch.inf, torch.inf, False),
+        (3e38, 0.0, False),
+    ):
+        got = torch.tensor([first, second, 1.0])
+        assert (difference(got, eager, exact) == "") == right
+
+
 # --- plugins that get one op wrong ----------------------------------------------------------------
 
 Lie = Callable[..., Any]
