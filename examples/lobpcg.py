@@ -6,6 +6,8 @@ their residuals ``W`` and the previous step's directions ``P``. Products with th
 tensors. There are two: *basic* factors the Gram matrix of ``[X W P]``; *ortho* makes ``[P W]``
 orthonormal first (Duersch et al. 2018), which keeps going where that matrix is nearly singular.
 
+One file past 400 lines, so that it can be copied.
+
 Try::
 
     python examples/lobpcg.py

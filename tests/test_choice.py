@@ -19,6 +19,7 @@ from fuseboard.contracts import Measurement
 from fuseboard.lower.caching import Cache
 from fuseboard.profile.choose import choose
 from tests.support.backends import all_trips, compiled, last_graph, ledger, observing, plugged
+from tests.support.own_op import doubled
 
 QUICK = {"compiles_quickly": True}
 
@@ -301,16 +302,6 @@ def test_what_only_this_process_can_compile_waits_for_a_later_call():
             torch.testing.assert_close(fn(X), f(X))
     assert states() == {"quick": "slower", "long": "chosen"}
     assert last_graph().settled
-
-
-@torch.library.custom_op("fuseboard_tests::doubled_choice", mutates_args=())
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@doubled.register_fake
-def _(x):
-    return torch.empty_like(x)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from fuseboard.lower.artifacts import ARTIFACT, CRASH, TRIED
 from fuseboard.report.data import ledger
 from tests.support import crashing_plugin
 from tests.support.backends import all_trips, compiled, last_graph, plugged, registered
+from tests.support.own_op import doubled
 
 NEVER_AGAIN = (
     "it isn't tried again until the backend's fingerprint changes; "
@@ -276,16 +277,6 @@ def test_a_plugin_that_no_child_can_import_is_not_used(place):
     assert os.listdir(place) == [] or files(place, ARTIFACT) == []
 
 
-@torch.library.custom_op("fuseboard_tests::doubled_isolation", mutates_args=())
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@doubled.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
 def test_a_region_that_a_child_cannot_read_is_not_tried(place):
     """It holds an op that only this process has; what might crash isn't tried here instead."""
     settings = {"isolate": True, "plugins.crashing.log": str(place / "log")}
@@ -296,4 +287,4 @@ def test_a_region_that_a_child_cannot_read_is_not_tried(place):
     assert tries(place) == []
     (trip,) = all_trips()
     assert "crashing can't be tried in a child process, which can't read the region" in trip.error
-    assert "doubled_isolation" in trip.error
+    assert "doubled" in trip.error

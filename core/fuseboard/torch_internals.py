@@ -2,7 +2,8 @@
 
 Read against torch 2.13 (``torch/_guards.py``, ``torch/_functorch/aot_autograd.py``,
 ``torch/_functorch/partitioners.py``, ``torch/_dynamo/backends/common.py``); everything that moved
-between 2.11 and 2.14 is probed by signature or attribute, never by version.
+between 2.11 and 2.14 is probed by signature or attribute, never by version. Past 400 lines, since
+short functions that have nothing but torch in common are easier to keep current in one place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Graphs run op by op on real tensors: as eager does, in float64, and with roundings disturbed."""
+"""Graphs run op by op on real tensors: as eager does, in float64, and with roundings disturbed.
+
+Past 400 lines: the second way follows what the first one did, and the third is the first one with
+roundings, so they are read together.
+"""
 
 from __future__ import annotations
 

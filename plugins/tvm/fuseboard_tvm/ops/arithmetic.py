@@ -184,30 +184,19 @@ def _rounded_division(node: Node, a: Arguments) -> Value:
 
 
 register("div.Tensor_mode", Op(_rounded_division, _whole_by_constant))
-promoting(
-    "floor_divide",
-    "self other",
-    _whole_or(simple(s.floor_divide), simple(tirx.floordiv)),
-    cost=20,
-    why_not=_whole_by_constant,
-    in_library=FLOATS,
-)
-promoting(
-    "fmod.Tensor fmod.Scalar",
-    "self other",
-    _whole_or(simple(s.fmod), simple(tirx.truncmod)),
-    cost=20,
-    why_not=_whole_by_constant,
-    in_library=FLOATS,
-)
-promoting(
-    "remainder.Tensor remainder.Scalar",
-    "self other",
-    _whole_or(simple(s.remainder), simple(tirx.floormod)),
-    cost=20,
-    why_not=_whole_by_constant,
-    in_library=FLOATS,
-)
+for _name, _of_floats, _of_integers in (
+    ("floor_divide", s.floor_divide, tirx.floordiv),
+    ("fmod.Tensor fmod.Scalar", s.fmod, tirx.truncmod),
+    ("remainder.Tensor remainder.Scalar", s.remainder, tirx.floormod),
+):
+    promoting(
+        _name,
+        "self other",
+        _whole_or(simple(_of_floats), simple(_of_integers)),
+        cost=20,
+        why_not=_whole_by_constant,
+        in_library=FLOATS,
+    )
 
 
 def _shift_by_constant(node: Node) -> str | None:
@@ -218,18 +207,11 @@ def _shift_by_constant(node: Node) -> str | None:
     return "integers are shifted by small constants only"
 
 
-promoting(
-    "bitwise_left_shift.Tensor_Scalar __lshift__.Scalar",
-    "self other",
-    simple(tirx.shift_left),
-    why_not=_shift_by_constant,
-)
-promoting(
-    "bitwise_right_shift.Tensor_Scalar __rshift__.Scalar",
-    "self other",
-    simple(tirx.shift_right),
-    why_not=_shift_by_constant,
-)
+for _name, _shift in (
+    ("bitwise_left_shift.Tensor_Scalar __lshift__.Scalar", tirx.shift_left),
+    ("bitwise_right_shift.Tensor_Scalar __rshift__.Scalar", tirx.shift_right),
+):
+    promoting(_name, "self other", simple(_shift), why_not=_shift_by_constant)
 
 
 # --- powers --------------------------------------------------------------------------------------

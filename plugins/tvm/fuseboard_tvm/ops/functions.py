@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 
 from fuseboard_tvm import _exponentials as exponentials
 from fuseboard_tvm import _scalar as s
-from fuseboard_tvm.ops.promotion import DOUBLE, FLOATS, float_only, library, promoting, simple
+from fuseboard_tvm.ops.promotion import (
+    DOUBLE,
+    FLOATS,
+    Compute,
+    float_only,
+    library,
+    promoting,
+    simple,
+)
 
 for _name in (
     "sin",
@@ -32,46 +41,21 @@ for _name in (
 ):
     promoting(_name, "self", library(_name), "INT_TO_FLOAT", cost=40, in_library=FLOATS)
 
-promoting(
-    "exp",
-    "self",
-    lambda bind, x: exponentials.exp(x, bind),
-    "INT_TO_FLOAT",
-    cost=20,
-    in_library=DOUBLE,
-)
-promoting(
-    "log",
-    "self",
-    lambda bind, x: exponentials.log(x, bind),
-    "INT_TO_FLOAT",
-    cost=25,
-    in_library=DOUBLE,
-)
-promoting(
-    "tanh",
-    "self",
-    lambda bind, x: exponentials.tanh(x, bind),
-    "INT_TO_FLOAT",
-    cost=30,
-    in_library=DOUBLE,
-)
-promoting(
-    "erf",
-    "self",
-    lambda bind, x: exponentials.erf(x, bind),
-    "INT_TO_FLOAT",
-    cost=30,
-    in_library=DOUBLE,
-)
-promoting(
-    "sigmoid",
-    "self",
-    lambda bind, x: exponentials.sigmoid(x, bind),
-    "INT_TO_FLOAT",
-    cost=22,
-    in_library=DOUBLE,
-)
+
+def _vectorised(function: Callable[..., Any]) -> Compute:
+    return lambda bind, x: function(x, bind)
+
+
+for _function, _cost in (
+    (exponentials.exp, 20),
+    (exponentials.log, 25),
+    (exponentials.tanh, 30),
+    (exponentials.erf, 30),
+    (exponentials.sigmoid, 22),
+):
+    _name, _compute = _function.__name__, _vectorised(_function)
+    promoting(_name, "self", _compute, "INT_TO_FLOAT", cost=_cost, in_library=DOUBLE)
+
 promoting("sqrt", "self", simple(s.sqrt), "INT_TO_FLOAT", cost=4)
 promoting("rsqrt", "self", lambda bind, x: s.reciprocal(s.sqrt(x)), "INT_TO_FLOAT", cost=6)
 promoting("reciprocal", "self", simple(s.reciprocal), "INT_TO_FLOAT", cost=3)
