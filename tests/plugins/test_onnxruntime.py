@@ -334,6 +334,33 @@ def test_inputs_may_lie_anyhow():
         assert_close(through(f)(x, rnd(4, 5)), f(x, rnd(4, 5)))
 
 
+@pytest.mark.parametrize(
+    ("given", "dilation"), [("relu", 1), ("relu", 2), ("sigmoid", 1), ("cat", 1), ("neg", 1)]
+)
+def test_a_pool_keeps_what_is_not_a_number(given, dilation):
+    def before(x):
+        if given == "cat":
+            return torch.cat([x.relu(), x.abs()], 1)
+        return getattr(torch, given)(x)
+
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 16, 3, padding=1)
+    with torch.no_grad():
+        convolution.weight[:, :, 0, 0] = 0.0
+
+    def f(x):
+        pooled = nn.functional.max_pool2d(before(convolution(x)), 3, 2, 1, dilation)
+        return pooled, nn.functional.max_pool2d(before(x), 3, 2, 1, dilation)
+
+    x = rnd(2, 3, 17, 17)
+    for place, value in ((0, float("nan")), (5, float("inf")), (6, -float("inf")), (11, 3e38)):
+        x[0, 0, place, place] = value
+        x[1, 2, place, 3] = value
+    with torch.no_grad():
+        torch.testing.assert_close(through(f)(x), f(x), equal_nan=True)
+    assert share() == 1
+
+
 def test_an_index_out_of_range_raises_as_in_eager():
     """Too large, and negative ones that ONNX would count from the end."""
     embedding = nn.Embedding(5, 3)

@@ -19,8 +19,8 @@ def clean(graph: Any) -> None:
     for node in reversed(list(graph)):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             graph.remove(node, safe=True)
-        elif node.op_type == "LayerNormalization":
-            _drop_statistics(node)
+        elif node.op_type in ("LayerNormalization", "MaxPool"):
+            _drop_side_results(node)
 
 
 def _plain_cast(graph: Any, node: Any) -> None:
@@ -50,7 +50,7 @@ def _dtype(value: Any) -> Any:
     return ir.DataType.INT64 if whole else ir.DataType.FLOAT
 
 
-def _drop_statistics(node: Any) -> None:
-    """A layer norm is fused to the addition before it only if it has one result."""
+def _drop_side_results(node: Any) -> None:
+    """With one result a layer norm is fused to the addition before it, a pool is run in blocks."""
     if not any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         node.resize_outputs(1)

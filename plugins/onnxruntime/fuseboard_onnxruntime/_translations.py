@@ -78,20 +78,25 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
     def max_pool(self, kernel_size, stride=(), padding=(0, 0), dilation=(1, 1), ceil_mode=False):
         """The first result. ONNX Runtime's kernel ignores NaN, so its places are found apart."""
-
-        def pool(value):
-            result, *_ = op.MaxPool(
-                value,
-                kernel_shape=_both(kernel_size),
-                strides=_both(stride or kernel_size),
-                pads=[*_both(padding), *_both(padding)],
-                dilations=_both(dilation),
-            )
-            return result
-
-        result = pool(self)
-        missing = op.Greater(pool(op.CastLike(op.IsNaN(self), self)), op.CastLike(0.0, self))
+        window = _window(kernel_size, stride, padding, dilation)
+        result, *_ = op.MaxPool(self, **window)
+        marks, *_ = op.MaxPool(op.CastLike(op.IsNaN(self), self), **window)
+        missing = op.Greater(marks, op.CastLike(0.0, self))
         return op.Where(missing, op.CastLike(float("nan"), self), result), op.Cast(result, to=7)
+
+    def max_pool_of_no_negative(
+        self, kernel_size, stride=(), padding=(0, 0), dilation=(1, 1), ceil_mode=False
+    ):
+        """The mean is NaN where an element is: infinities of both signs would do that, too.
+
+        In the layout that ONNX Runtime's convolutions leave behind, unlike a pool of marks.
+        """
+        window = _window(kernel_size, stride, padding, dilation)
+        result, *_ = op.MaxPool(self, **window)
+        if max(window.pop("dilations")) > 1:
+            return max_pool(self, kernel_size, stride, padding, dilation)[0]
+        mean = op.AveragePool(self, **window, count_include_pad=1)
+        return op.Where(op.IsNaN(mean), mean, result)
 
     def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
         if weight is None:
@@ -126,6 +131,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
         aten.split.Tensor: split,
         aten.gelu.default: gelu,
         aten.max_pool2d_with_indices.default: max_pool,
+        aten.max_pool2d.default: max_pool_of_no_negative,
         aten.scaled_dot_product_attention.default: attention,
         aten.layer_norm.default: layer_norm,
         aten.sign.default: sign,
@@ -153,6 +159,15 @@ def _causal_mask(op: Any, query: Any, key: Any) -> Any:
 def _part(op: Any, value: Any, start: int, end: int, dim: int) -> Any:
     places = [op.Constant(value_ints=[place]) for place in (start, end, dim)]
     return op.Slice(value, *places)
+
+
+def _window(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> dict[str, list[int]]:
+    return {
+        "kernel_shape": _both(kernel_size),
+        "strides": _both(stride or kernel_size),
+        "pads": [*_both(padding), *_both(padding)],
+        "dilations": _both(dilation),
+    }
 
 
 def _both(value: Any) -> list[int]:
