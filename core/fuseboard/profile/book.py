@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.fx import GraphModule
 
@@ -15,6 +15,8 @@ from fuseboard.contracts import GraphKind
 from fuseboard.lower.cache_keys import NotCacheable, code_hash, graph_parts, plugin_options_text
 from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, database, decision_key
 from fuseboard.report.data import CandidateReport, GraphReport
+
+Level = Literal["graph", "region"]
 
 #: Settings that change which candidates there are, or what is right.
 _SETTINGS = (
@@ -39,7 +41,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Book:
-    """Where the decision about one graph is found and kept.
+    """Where the decision about one graph, or one piece of it, is found and kept.
 
     :ivar parts: what the decision depends on; None where something has no name elsewhere.
     """
@@ -47,6 +49,7 @@ class Book:
     database: CostDatabase
     parts: dict[str, str] | None
     report: GraphReport
+    level: Level = "graph"
 
     @classmethod
     def of(
@@ -56,8 +59,9 @@ class Book:
         kind: GraphKind,
         static: Collection[int],
         report: GraphReport,
+        level: Level = "graph",
     ) -> Book:
-        """The page of a graph as captured.
+        """The page of a graph as captured, or of a piece.
 
         :param static: positions of its inputs that are weights.
         """
@@ -68,20 +72,22 @@ class Book:
             parts["settings"] = _settings(session)
         except NotCacheable as error:
             report.notes.append(f"its decision isn't kept: {error}")
-            return cls(costs, None, report)
-        return cls(costs, parts, report)
+            return cls(costs, None, report, level)
+        return cls(costs, parts, report, level)
 
     def find(self) -> Decision | None:
         """What was decided before; a note says what differs where something nearly was."""
         if self.parts is None:
             return None
-        found = self.database.find(decision_key("graph", self.parts))
-        if found is None and (differs := self.database.nearest("graph", self.parts)):
+        found = self.database.find(decision_key(self.level, self.parts))
+        if found is not None or self.level != "graph":
+            return found
+        if differs := self.database.nearest(self.level, self.parts):
             self.report.notes.append(
                 "not in the cost database, where a decision on the same graph differs in: "
                 + ", ".join(differs)
             )
-        return found
+        return None
 
     def record(self, winner: str, candidates: Sequence[CandidateReport], settled: bool) -> None:
         """Keep a decision."""
@@ -89,9 +95,9 @@ class Book:
             return
         self.database.record(
             Decision(
-                key=decision_key("graph", self.parts),
+                key=decision_key(self.level, self.parts),
                 parts=self.parts,
-                level="graph",
+                level=self.level,
                 winner=winner,
                 candidates=tuple(map(_cost, candidates)),
                 title=f"{self.report.kind} {self.report.frame}",

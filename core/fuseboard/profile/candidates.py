@@ -12,6 +12,7 @@ from fuseboard.lower.isolated import Result
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Board, Program, Site
 from fuseboard.partition.regions import Cut
+from fuseboard.profile.costs import CandidateCost
 from fuseboard.report.data import CandidateReport, RegionReport
 from fuseboard.report.nodes import source_line
 
@@ -85,6 +86,18 @@ class Candidate:
             self.program, self.postponed = Program(board, sites), False
         self.told.compile_s = (self.told.compile_s or 0.0) + time.perf_counter() - start
         return deferred
+
+    def recall(self, cost: CandidateCost, lost: bool, settled: bool) -> None:
+        """Take over what an earlier process measured.
+
+        :param lost: it wasn't chosen; tried it was, or need not be where all is settled.
+        """
+        told = self.told
+        told.latency_us, told.low_us, told.high_us = cost.latency_us, cost.low_us, cost.high_us
+        told.peak_bytes = cost.peak_bytes
+        if lost and (cost.latency_us or settled):
+            tried = "failed" if self.cuts else "untried"  # the composite had nothing to gain
+            self.drop(tried if cost.problem else "slower", cost.problem)
 
     def drop(self, state: str, problem: str = "") -> None:
         """Let go of what was lowered."""

@@ -27,6 +27,9 @@ from fuseboard.errors import RankError
 
 T = TypeVar("T")
 
+#: Makes a decision: calls the function, on this rank or on another one.
+Decide = Callable[[Callable[[], Any]], Any]
+
 #: How long other ranks are waited for, in seconds: they may be compiling or measuring.
 WAIT_S = 600.0
 _SLOWEST_POLL_S = 0.1
@@ -34,6 +37,11 @@ _SLOWEST_POLL_S = 0.1
 _GRACE_S = 10.0
 #: How many ranks, and how much of a part's text, an error shows.
 _SHOWN_RANKS, _SHOWN_TEXT = 8, 80
+
+
+def here(decide: Callable[[], T]) -> T:
+    """What ``decide`` answers: the job has one rank."""
+    return decide()
 
 
 def from_first(

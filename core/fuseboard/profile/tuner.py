@@ -32,17 +32,16 @@ from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate
 from fuseboard.profile.choose import choose
+from fuseboard.profile.composite import Composite
 from fuseboard.profile.costs import Decision
 from fuseboard.profile.kept_inputs import KeptInputs
+from fuseboard.profile.ranks import Decide, here
 from fuseboard.profile.timing import Timing
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_profiler import is_recording
 from fuseboard.torch_symbols import compiling_in_a_call
 
 log = logging.getLogger("fuseboard")
-
-#: Makes a decision: calls the function, on this rank or on another one.
-Decide = Callable[[Callable[[], Any]], Any]
 
 
 class Tuner:
@@ -54,6 +53,7 @@ class Tuner:
     :param book: where decisions are kept.
     :param installed: is told of each winner.
     :param decide: answers what a function does, or what it did on another rank.
+    :param composite: what is tried last, once it is known which of the others are right.
     """
 
     def __init__(
@@ -65,14 +65,16 @@ class Tuner:
         book: Book,
         installed: Callable[[Candidate], None],
         decide: Decide | None = None,
+        composite: Composite | None = None,
     ) -> None:
         self._runner = runner
-        self._candidates = candidates
+        self._candidates = list(candidates)
+        self._composite = composite
         self._static = static
         self._mode = mode
         self._book = book
         self._installed = installed
-        self._decide = decide or _here
+        self._decide = decide or here
         self._session: Session = runner.session
         self._report = runner.report
         self._chosen: Candidate | None = None
@@ -115,28 +117,23 @@ class Tuner:
         if self._due:
             self._runner.interrupt(self._call)
         elif self._chosen is not None:  # by an earlier process, so no call will compare first
-            self._postponed_is_due()
+            self._rest_is_due()
 
     def _left(self, decision: Decision | None) -> Sequence[Candidate]:
         """The candidates that are to be tried; the winner of an earlier process runs."""
         if decision is None:
             return self._candidates
         known = {cost.name: cost for cost in decision.candidates}
+        if self._composite is not None and self._composite.candidate.name in known:
+            self._add_composite()
         winner = next((c for c in self._candidates if c.name == decision.winner), None)
-        if winner is None or not self._lower(winner, defers=False):
+        ready = winner is not None and self._composed(winner, None)
+        if winner is None or not ready or not self._lower(winner, defers=False):
             return [c for c in self._candidates if c is not winner]
         self._report.decided = "taken from the cost database"
         for candidate in self._candidates:
-            told, cost = candidate.told, known.get(candidate.name)
-            if cost is not None:
-                told.latency_us, told.low_us, told.high_us = (
-                    cost.latency_us,
-                    cost.low_us,
-                    cost.high_us,
-                )
-                told.peak_bytes = cost.peak_bytes
-                if candidate is not winner and (cost.latency_us or decision.settled):
-                    candidate.drop("failed" if cost.problem else "slower", cost.problem)
+            if (cost := known.get(candidate.name)) is not None:
+                candidate.recall(cost, lost=candidate is not winner, settled=decision.settled)
         winner.proven = True
         self._install(winner)
         return [c for c in self._candidates if c is not winner and not c.out]
@@ -193,9 +190,11 @@ class Tuner:
             if self._due:
                 self._runner.interrupt(None)  # whatever becomes of this, calls go on without
                 self._compare(inputs)
+                if self._due and self._session.settings.settle == "first_call":
+                    self._runner.interrupt(None)
+                    self._compare(inputs)  # what is tried last
                 if self._chosen is None:
                     return self._runner.eager()(inputs)  # the user's own error, most likely
-                self._postponed_is_due()
                 self._kept.keep(inputs, self._static, self._limit_bytes())
             if self.settled:
                 self._kept.clear()
@@ -210,17 +209,37 @@ class Tuner:
             if self._due:
                 self._runner.interrupt(None)
                 self._compare(inputs)
-                self._postponed_is_due()
             if self.settled:
                 self._kept.clear()
         return True
 
-    def _postponed_is_due(self) -> None:
-        """Let the next call lower and compare what only this process can compile."""
-        postponed = [candidate for candidate in self._candidates if candidate.postponed]
-        if postponed and not self._due:
-            self._due = postponed
+    def _rest_is_due(self) -> None:
+        """Let the next call lower and compare what only this process can compile.
+
+        When nothing else is to come, the composite.
+        """
+        if not self._due:
+            self._due = [candidate for candidate in self._candidates if candidate.postponed]
+        if self.settled and self._composite is not None and self._chosen is not None:
+            if self._composite.is_worth_trying(self._chosen) and self._add_composite():
+                self._due = [self._composite.candidate]
+        if self._due:
             self._runner.interrupt(self._call)
+
+    def _add_composite(self) -> bool:
+        """Whether the composite wasn't among the candidates before."""
+        composite = self._composite
+        if composite is None or composite.candidate in self._candidates:
+            return False
+        self._candidates.append(composite.candidate)
+        self._report.candidates.append(composite.candidate.told)
+        return True
+
+    def _composed(self, candidate: Candidate, inputs: list[Any] | None) -> bool:
+        """Whether a candidate's regions are known; the composite's are found now."""
+        if candidate.cuts or self._composite is None:
+            return True
+        return self._composite.compose(self._runner.board, inputs)
 
     def _limit_bytes(self) -> int:
         return 0 if self.settled else self._session.settings.keep_mb * 2**20
@@ -239,6 +258,8 @@ class Tuner:
             profiling,
         ):
             for candidate in order:
+                if not self._composed(candidate, inputs):
+                    continue
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
                 if not candidate.proven and not self._verify(candidate, inputs, proofs):
@@ -253,12 +274,15 @@ class Tuner:
             proofs.references = None
             winner = self._winner(right, inputs)
         if winner is None:
+            self._rest_is_due()
             self._run_eager()
             return
         for candidate in right:
             if candidate is not winner:
                 candidate.drop("slower")
         self._report.decided = "measured in a call"
+        self._chosen = winner
+        self._rest_is_due()
         self._install(winner)
         if is_recording():  # torch's profiler weighs on candidates of many ops
             self._report.notes.append("chosen under a profiler: later processes choose again")
@@ -347,10 +371,6 @@ class Tuner:
             ) from error
         source = next((s for r in candidate.regions for s in r.sources), "")
         trip(self._report, plugin, stage, self.name, error, instead, source)
-
-
-def _here(decide: Callable[[], Any]) -> Any:
-    return decide()
 
 
 def _is_alive(tuner: weakref.ref[Tuner]) -> bool:

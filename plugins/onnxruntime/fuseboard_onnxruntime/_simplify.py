@@ -1,4 +1,4 @@
-"""Ops of several results of which one is read, as ops of one result: ONNX Runtime is quicker at these."""
+"""Ops of several results of which one is read, as ops of one result: the faster ones."""
 
 from __future__ import annotations
 

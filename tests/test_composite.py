@@ -1,0 +1,244 @@
+"""The composite: each piece of a graph where it is fastest."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import fuseboard
+from fuseboard.report.data import ledger
+from tests.support.backends import all_trips, claim_ops, compiled, last_graph, observing, plugged
+
+QUICK = {"compiles_quickly": True}
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    ledger.clear()
+
+
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def f(x):
+    return ((x @ W).relu() @ W.t()).tanh().sum(-1)
+
+
+def slow_at(*ops: str, seconds: float = 0.01, otherwise=None):
+    """A fake's code that takes long wherever one of these ops is in it."""
+
+    def call(eager_call, region):
+        found = {getattr(n.target, "_opname", "") for n in region.graph.graph.nodes}
+        slow = not found.isdisjoint(ops)
+        if otherwise is not None and not region.whole:
+            return otherwise(eager_call, region)
+
+        def run(args):
+            if slow:
+                time.sleep(seconds)
+            return eager_call(args)
+
+        return run
+
+    return call
+
+
+def both(otherwise=None):
+    """Two backends of which each is slow at one half of ``f``."""
+    left = plugged("left", call=slow_at("tanh", otherwise=otherwise), info=QUICK)
+    return left, plugged("right", call=slow_at("relu"), info=QUICK)
+
+
+def states() -> dict[str, str]:
+    return {told.name: told.state for told in last_graph().candidates}
+
+
+def call_settled(fn, *args):
+    with torch.no_grad():
+        fn(*args)
+    fuseboard.wait()
+    with torch.no_grad():
+        return fn(*args)
+
+
+def test_each_piece_runs_where_it_is_fastest():
+    left, right = both()
+    with left, right:
+        fn = compiled(f, "left", "right", measure_s=0.1)
+        torch.testing.assert_close(call_settled(fn, X), f(X))
+    assert states() == {"left": "slower", "right": "slower", "composite": "chosen"}
+    graph = last_graph()
+    assert graph.settled
+    assert [region.backend for region in graph.regions] == ["left", "right"]
+    homes = {node.op.split(".")[-2]: node.backend for node in graph.nodes}
+    assert homes["relu"] == "left"
+    assert homes["tanh"] == homes["sum"] == "right"
+    assert "fastest at pieces like this: left" in next(n.reason for n in graph.nodes)
+    assert all_trips() == []
+
+
+def test_a_later_process_measures_nothing():
+    def compile_it():
+        torch._dynamo.reset()
+        ledger.clear()
+        return compiled(f, "left", "right", measure_s=0.1)
+
+    measured = []
+
+    def measure(calls):
+        measured.append(len(calls))
+
+    left, right = both()
+    with left, right, observing("onlooker", measure=measure):
+        call_settled(compile_it(), X)
+        assert len(measured) == 4  # both alone, two kinds of pieces, then with the composite
+        assert "composite" in states()
+        measured.clear()
+        with torch.no_grad():
+            torch.testing.assert_close(compile_it()(X), f(X))
+    assert measured == []
+    assert last_graph().decided == "taken from the cost database"
+    assert [region.backend for region in last_graph().regions] == ["left", "right"]
+
+
+def test_equal_pieces_are_measured_once_and_for_other_graphs_too():
+    measured = []
+    left, right = both()
+
+    def deep(x):
+        return f(((x @ W).relu() @ W).relu().relu())
+
+    with left, right, observing("onlooker", measure=lambda calls: measured.append(len(calls))):
+        call_settled(compiled(f, "left", "right", measure_s=0.1), X)
+        measured.clear()
+        call_settled(compiled(deep, "left", "right", measure_s=0.1), X)
+    assert len(measured) == 3  # one kind is new: relu twice
+    assert states()["composite"] == "chosen"
+
+
+def test_where_one_backend_is_fastest_everywhere_it_runs_alone():
+    slow = plugged("slow", call=slow_at("mm", seconds=0.02), info=QUICK)
+    with slow, plugged("brisk", call=slow_at("mm"), info=QUICK):
+        call_settled(compiled(f, "slow", "brisk", measure_s=0.1), X)
+    composite = last_graph().candidates[-1]
+    assert (composite.name, composite.state) == ("composite", "untried")
+    assert composite.problem == "its pieces take 0.0% less at best than with brisk alone"
+    assert last_graph().settled
+    assert states()["brisk"] == "chosen"
+
+
+def test_short_calls_are_left_as_they_are():
+    with plugged("left", info=QUICK), plugged("right", info=QUICK):
+        call_settled(compiled(f, "left", "right", measure_s=0.1), X)
+    assert "composite" not in states()
+
+
+def test_what_takes_long_to_compile_takes_no_part():
+    left, _ = both()
+    with left, plugged("right", call=slow_at("relu")):
+        call_settled(compiled(f, "left", "right", measure_s=0.1), X)
+    assert "composite" not in states()
+
+
+def test_a_wrong_composite_is_out():
+    def wrong(eager_call, region):
+        def run(args):
+            results = list(eager_call(args))
+            results[0] = results[0] + 0.01
+            return results
+
+        return run
+
+    left, right = both(otherwise=wrong)
+    with left, right:
+        fn = compiled(f, "left", "right", measure_s=0.1)
+        torch.testing.assert_close(call_settled(fn, X), f(X))
+    assert states()["composite"] == "failed"
+    assert [trip.plugin for trip in all_trips()] == ["left"]
+
+
+def test_a_backend_that_refuses_a_piece_leaves_it_to_others():
+    def refuses(eager_call, region):
+        raise fuseboard.LoweringError("only whole graphs")
+
+    left, right = both(otherwise=refuses)
+    with left, right:
+        fn = compiled(f, "left", "right", measure_s=0.1)
+        torch.testing.assert_close(call_settled(fn, X), f(X))
+    assert states()["composite"] == "untried"
+    assert all_trips() == []
+
+
+def test_a_call_that_eager_refuses_is_the_users_error():
+    def indexed(x, i):
+        return f(x)[i]
+
+    left, right = both()
+    with left, right:
+        fn = compiled(indexed, "left", "right", measure_s=0.1)
+        with torch.no_grad():
+            fn(X, torch.tensor([0]))
+            with pytest.raises(IndexError):
+                fn(X, torch.tensor([7]))
+            torch.testing.assert_close(fn(X, torch.tensor([1])), f(X)[1:2])
+    assert last_graph().settled
+
+
+def test_before_the_first_answer_where_nothing_settles_later():
+    left, right = both()
+    with left, right:
+        fn = compiled(f, "left", "right", measure_s=0.1, settle="first_call")
+        with torch.no_grad():
+            fn(X)
+    assert states()["composite"] == "chosen"
+
+
+def test_forward_and_backward_are_composed():
+    def three(x):
+        return (((x @ W).relu() @ W).tanh() @ W).sigmoid().sum(-1)
+
+    x = X.clone().requires_grad_()
+    reference = X.clone().requires_grad_()
+    three(reference).sum().backward()
+    left = plugged("left", call=slow_at("sigmoid", "sigmoid_backward"), info=QUICK)
+    right = plugged("right", call=slow_at("relu", "threshold_backward"), info=QUICK)
+    with left, right:
+        fn = compiled(three, "left", "right", measure_s=0.1)
+        fn(x).sum().backward()
+        fuseboard.wait()
+        x.grad = None
+        fn(x).sum().backward()
+    torch.testing.assert_close(x.grad, reference.grad)
+    for kind in ("forward", "backward"):
+        told = {c.name: c.state for c in last_graph(kind).candidates}
+        assert told["composite"] == "chosen", kind
+
+
+def test_pins_hold():
+    left, right = both()
+    with left, right:
+        fn = compiled(f, "left", "right", measure_s=0.1, pin={"aten.relu": "right"})
+        call_settled(fn, X)
+    assert {n.backend for n in last_graph().nodes if "relu" in n.op} == {"right"}
+
+
+def test_sizes_that_are_symbols_are_decided_within_the_call():
+    left, right = both()
+    with left, right:
+        fn = compiled(f, "left", "right", measure_s=0.1, dynamic=True)
+        torch.testing.assert_close(call_settled(fn, X), f(X))
+    assert "composite" not in states()
+
+
+def test_what_only_one_backend_takes_it_gets():
+    with plugged("left", call=slow_at("tanh"), info=QUICK):
+        right = plugged("right", claim=claim_ops("mm", "tanh"), call=slow_at("relu"), info=QUICK)
+        with right:
+            fn = compiled(f, "left", "right", "eager", measure_s=0.1)
+            torch.testing.assert_close(call_settled(fn, X), f(X))
+    assert last_graph().settled
