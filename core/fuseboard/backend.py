@@ -18,6 +18,7 @@ from fuseboard.errors import LoweringError, PluginError
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline import Pipeline
 from fuseboard.report.data import ledger
+from fuseboard.step import whole_step
 
 
 def fuseboard(
@@ -45,7 +46,7 @@ def fuseboard(
             partition_fn=capture.pipeline.partition_joint,
             decompositions=capture.decompositions(example_inputs),
         )(graph, example_inputs)
-    return capture.guard_overlap(compiled, example_inputs)
+    return capture.guard_overlap(capture.whole_step(compiled), example_inputs)
 
 
 class _Capture:
@@ -59,7 +60,7 @@ class _Capture:
         wishes = session.settings.pin or session.settings.exclude
         pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, torch_internals.frame_name(), pins)
-        self._mutated: frozenset[int] | None = frozenset()
+        self._mutated: frozenset[int] = frozenset()
 
     @contextmanager
     def knowing(self, example_inputs: Sequence[Any]) -> Iterator[None]:
@@ -104,6 +105,14 @@ class _Capture:
                 continue
             return dict(table or {})
         return {}
+
+    def whole_step(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """In training, let the faster of what was compiled and Dynamo's own graph run the calls."""
+        book = self.pipeline.step_book
+        if book is None:
+            return compiled
+        reports = self.pipeline.chosen
+        return whole_step(compiled, self.graph, self._mutated, self.session, reports, book)
 
     def guard_overlap(
         self, compiled: Callable[..., Any], example_inputs: Sequence[Any]

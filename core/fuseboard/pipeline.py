@@ -70,6 +70,10 @@ class Pipeline:
         self.example_inputs: Sequence[Any] = ()
         #: Dynamo's graph, as long as it waits for the backend.
         self.dynamos: GraphModule | None = None
+        #: Kind → the report of a forward or backward graph that is chosen by measurement.
+        self.chosen: dict[str, GraphReport] = {}
+        #: Where the decision about both of them together is kept.
+        self.step_book: Book | None = None
         # What tripped before there was a graph: told in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -233,6 +237,9 @@ class Pipeline:
 
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
         book = Book.of(session, work.captured, work.kind, work.fixed, report)
+        self.chosen[work.kind] = report
+        if work.kind == "forward":
+            self.step_book = dataclasses.replace(book, level="step")
         decide = self._agreed(work, book) if several_ranks() else None
         tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed, decide, composite)
         tuner.start(defers=defers(session, work.graph))

@@ -55,7 +55,7 @@ def _decisions(database: CostDatabase) -> list[Decision]:
 
 @costs.command("list")
 def list_(
-    level: Annotated[str, typer.Option(help="Only decisions on this: region or graph.")] = "",
+    level: Annotated[str, typer.Option(help="Only decisions on this: graph, region or step.")] = "",
     unsettled: Annotated[
         bool, typer.Option("--unsettled", help="Only those that have candidates left to try.")
     ] = False,

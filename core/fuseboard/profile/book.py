@@ -16,7 +16,7 @@ from fuseboard.lower.cache_keys import NotCacheable, code_hash, graph_parts, plu
 from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, database, decision_key
 from fuseboard.report.data import CandidateReport, GraphReport
 
-Level = Literal["graph", "region"]
+Level = Literal["graph", "region", "step"]
 
 #: Settings that change which candidates there are, or what is right.
 _SETTINGS = (

@@ -42,7 +42,7 @@ class Decision:
     :ivar key: :func:`decision_key` of the level and the parts.
     :ivar parts: name → text: all that the decision depends on. ``graph`` names the region's or the
         graph's contents; the others have to be equal as well.
-    :ivar level: what was decided on: a whole ``graph``, or a ``region``, a kind of piece.
+    :ivar level: what was decided on: a ``graph``, a ``region`` (a kind of piece) or a ``step``.
     :ivar title: for people: the frame, the region, the source line.
     :ivar settled: every candidate was tried; else more remain for a later process.
     :ivar created: in seconds since 1970.

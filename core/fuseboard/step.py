@@ -1,0 +1,205 @@
+"""A training step end to end: what was compiled, or Dynamo's own graph under autograd.
+
+Forward and backward are chosen apart, each against AOTAutograd's graph run op by op. Together they
+may still be slower than what the model does without a compiler, whose ops weren't taken apart. So
+when both have settled, the next call times forward and backward of the two.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from fuseboard.board import Session
+from fuseboard.contracts import Event, Measurement
+from fuseboard.lower.failure import describe
+from fuseboard.lower.specialise import compiling
+from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
+from fuseboard.profile.background import worker
+from fuseboard.profile.book import Book
+from fuseboard.profile.choose import choose
+from fuseboard.profile.ranks import several_ranks
+from fuseboard.report.data import CandidateReport, GraphReport
+from fuseboard.report.structured_trace import emit
+from fuseboard.torch_allocator import peak_bytes
+
+log = logging.getLogger("fuseboard")
+
+Run = Callable[..., Any]
+
+#: What the two are called where decisions are kept.
+COMPILED, EAGER = "compiled", "eager"
+
+
+def whole_step(
+    compiled: Run,
+    graph: GraphModule,
+    mutated: frozenset[int],
+    session: Session,
+    reports: Mapping[str, GraphReport],
+    book: Book,
+) -> Run:
+    """What runs the calls of a training graph.
+
+    :param graph: Dynamo's.
+    :param mutated: positions of the inputs that it writes to.
+    :param reports: of the ``forward`` and, once it is compiled, the ``backward`` graph, where they
+        are chosen by measurement.
+    :param book: where the decision is kept.
+    """
+    if session.eager_is_fallback_only or several_ranks() or _recomputes(graph, session):
+        return compiled
+    decision = book.find()
+    if decision is not None:
+        if decision.winner == EAGER:
+            reports["forward"].notes.append(f"{_RUNS}, as the cost database has it")
+            return graph.forward
+        return compiled
+    step = _Undecided(compiled, graph, mutated, session, reports, book)
+
+    def run(*args: Any) -> Any:
+        return step.call(*args)
+
+    return run
+
+
+def _recomputes(graph: GraphModule, session: Session) -> bool:
+    """Whether the user wants something computed again that eager would keep."""
+    settings = session.settings
+    if settings.memory_budget < 1 or settings.joint_policy == "recompute_all":
+        return True
+    return any(
+        isinstance(node.target, torch._ops.HigherOrderOperator)  # a checkpoint, perhaps
+        or mark_of(node, MEMORY_BUDGET) is not None
+        for node in graph.graph.nodes
+    )
+
+
+_RUNS = "forward and backward run as Dynamo's own graph under autograd"
+
+
+class _Undecided:
+    """Runs what was compiled until a call can decide.
+
+    :ivar call: what runs the next call.
+    """
+
+    def __init__(
+        self,
+        compiled: Run,
+        graph: GraphModule,
+        mutated: frozenset[int],
+        session: Session,
+        reports: Mapping[str, GraphReport],
+        book: Book,
+    ) -> None:
+        self.call: Run = self._watch
+        self._compiled = compiled
+        self._eager: Run = graph.forward
+        self._mutated = mutated
+        self._session = session
+        self._reports = reports
+        self._book = book
+        self._lock = threading.Lock()
+
+    def _watch(self, *args: Any) -> Any:
+        reports = self._reports
+        settled = "backward" in reports and all(report.settled for report in reports.values())
+        if settled and torch.is_grad_enabled() and self._lock.acquire(blocking=False):
+            try:
+                if self.call == self._watch:
+                    self.call = self._decide(args)
+            finally:
+                self._lock.release()
+            return self.call(*args)
+        return self._compiled(*args)
+
+    def _decide(self, args: Sequence[Any]) -> Run:
+        """What runs from now on."""
+        report = self._reports["forward"]
+        if why_not := self._why_not(args):
+            report.notes.append(f"not compared with Dynamo's own graph as a whole: {why_not}")
+            return self._compiled
+        try:
+            with compiling, worker.paused(), _generators_put_back(), torch.enable_grad():
+                measured, peaks = self._measure(args)
+        except Exception as error:  # torch's or a hook's; what was compiled runs on
+            why = describe(error)
+            report.notes.append(f"not compared with Dynamo's own graph as a whole: {why}")
+            return self._compiled
+        winner = (COMPILED, EAGER)[choose(measured, self._session.settings.margin)]
+        rows = [
+            CandidateReport(name, "", one.latency_us, one.low_us, one.high_us, peak_bytes=peak)
+            for name, one, peak in zip((COMPILED, EAGER), measured, peaks, strict=True)
+        ]
+        self._book.record(winner, rows, settled=True)
+        report.notes.append(_told(winner, rows))
+        self._session.notify(Event("choose", report.name, 0.0, {"winner": winner, "whole": True}))
+        emit(report)
+        return self._eager if winner == EAGER else self._compiled
+
+    def _why_not(self, args: Sequence[Any]) -> str:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
+            return "an input is a tensor of a class of its own"
+        if any(value.is_inference() for value in tensors):
+            return "an input was made in inference mode"
+        if any(i >= len(args) for i in self._mutated):
+            return "its inputs aren't in Dynamo's order"
+        written = [args[i] for i in self._mutated if isinstance(args[i], torch.Tensor)]
+        if any(value.requires_grad for value in written):
+            return "an input that is written to has a gradient"
+        addresses = [value.untyped_storage().data_ptr() for value in tensors]
+        if written and len(set(addresses)) < len(addresses):
+            return "it writes to inputs, and some share their memory"
+        return ""
+
+    def _measure(self, args: Sequence[Any]) -> tuple[list[Measurement], list[int | None]]:
+        """Times and peaks, in the order compiled, eager."""
+        calls = [partial(self._step, run, args) for run in (self._compiled, self._eager)]
+        _, measured = self._session.first(
+            "fuseboard_measure", calls=calls, budget_s=self._session.settings.measure_s
+        )
+        first = next((a.device for a in args if isinstance(a, torch.Tensor) and a.is_cuda), None)
+        device = first or torch.device("cpu")
+        return measured, [peak_bytes(call, device) for call in calls]
+
+    def _step(self, run: Run, args: Sequence[Any]) -> None:
+        """Forward and backward; no gradient is left anywhere, and no hook of the user's called."""
+        own = [self._own(number, value) for number, value in enumerate(args)]
+        results = [r for r in tree_leaves(run(*own)) if isinstance(r, torch.Tensor)]
+        results = [r for r in results if r.requires_grad]
+        wanted = [v for v in own if isinstance(v, torch.Tensor) and v.requires_grad]
+        ones = [torch.ones_like(r) for r in results]
+        torch.autograd.grad(results, wanted, ones, allow_unused=True)
+
+    def _own(self, number: int, value: Any) -> Any:
+        """An input as a leaf of its own, on the same memory unless the graph writes there."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if number in self._mutated:
+            return value.detach().clone()
+        return value.detach().requires_grad_(value.requires_grad)
+
+
+def _told(winner: str, rows: Sequence[CandidateReport]) -> str:
+    times = " and ".join(f"{1e-3 * (row.latency_us or 0.0):.2f} ms {row.name}" for row in rows)
+    peaks = [row.peak_bytes for row in rows]
+    more = ""
+    if None not in peaks:
+        more = ", with peaks of " + " and ".join(f"{(peak or 0) / 2**20:.1f} MiB" for peak in peaks)
+    what = f"{_RUNS}" if winner == EAGER else "what was compiled runs"
+    return f"forward and backward together take {times} (Dynamo's own graph){more}: {what}"
+
+
+def _generators_put_back() -> AbstractContextManager[None]:
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if started else [])

@@ -1,0 +1,210 @@
+"""A training step end to end: what was compiled, or Dynamo's own graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fuseboard
+from fuseboard.contracts import Measurement
+from fuseboard.report.data import ledger
+from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
+
+QUICK = {"compiles_quickly": True}
+COMPILED, EAGER = (10.0, 20.0), (20.0, 10.0)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    ledger.clear()
+
+
+class Net(nn.Module):
+    """Weights, running statistics, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        return self.down(nn.functional.dropout(self.norm(self.up(x)).relu(), 0.3))
+
+
+class Stopwatch:
+    """Measures as it is told: the forward, the backward, then the whole step."""
+
+    def __init__(self, step: tuple[float, float]) -> None:
+        self.answers = [(20.0, 10.0), (20.0, 10.0), step]
+        self.asked = 0
+
+    def measure(self, calls):
+        self.asked += 1
+        for call in calls:
+            call()
+        return [Measurement(us, us, us, 1) for us in self.answers[self.asked - 1]]
+
+
+def timed(step: tuple[float, float]):
+    stopwatch = Stopwatch(step)
+    return observing("stopwatch", measure=lambda calls: stopwatch.measure(calls))
+
+
+class Counted:
+    """A backend's code that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, eager_call, region):
+        def run(args):
+            self.calls += 1
+            return eager_call(args)
+
+        return run
+
+
+def steps(fn, model, count=4):
+    """Results, gradients and statistics of some steps."""
+    found = []
+    torch.manual_seed(7)
+    x = torch.linspace(-1, 1, 48).reshape(6, 8).requires_grad_()
+    for _ in range(count):
+        model.zero_grad()
+        x.grad = None
+        result = fn(x)
+        result.square().sum().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        buffers = [b.clone() for b in model.buffers()]
+        found.append([result.detach(), x.grad.clone(), *grads, *buffers])
+    return found
+
+
+def trained(step, backends=("fake", "eager"), **options):
+    """A model through the board, beside its twin in eager; how often the backend ran at the end."""
+    model = Net()
+    twin = copy.deepcopy(model)
+    code = Counted()
+    stopwatch = Stopwatch(step)
+    with (
+        plugged("fake", call=code, info=QUICK),
+        observing("stopwatch", measure=lambda calls: stopwatch.measure(calls)),
+    ):
+        fn = compiled(model, *backends, **options)
+        torch.testing.assert_close(steps(fn, model), steps(twin, twin))
+        before = code.calls
+        torch.testing.assert_close(steps(fn, model, 2), steps(twin, twin, 2))
+    return stopwatch.asked, code.calls - before
+
+
+def test_dynamos_graph_runs_where_it_is_faster_as_a_whole():
+    asked, calls = trained(EAGER)
+    assert asked == 3
+    assert calls == 0
+    (note,) = [note for note in last_graph("forward").notes if "together" in note]
+    assert note.startswith(
+        "forward and backward together take 0.02 ms compiled and 0.01 ms eager (Dynamo's own graph)"
+    )
+    assert note.endswith("forward and backward run as Dynamo's own graph under autograd")
+    assert all_trips() == []
+
+
+def test_what_was_compiled_runs_where_it_is_faster_as_a_whole():
+    asked, calls = trained(COMPILED)
+    assert (asked, calls) == (3, 4)
+    assert any("what was compiled runs" in note for note in last_graph("forward").notes)
+
+
+@pytest.mark.parametrize(("step", "calls"), [(EAGER, 0), (COMPILED, 12)])
+def test_a_later_process_measures_nothing(step, calls):
+    trained(step)
+    torch._dynamo.reset()
+    ledger.clear()
+    model = Net()
+    twin = copy.deepcopy(model)
+    code = Counted()
+    stopwatch = Stopwatch(step)
+    with (
+        plugged("fake", call=code, info=QUICK),
+        observing("stopwatch", measure=lambda calls: stopwatch.measure(calls)),
+    ):
+        fn = compiled(model, "fake", "eager")
+        torch.testing.assert_close(steps(fn, model, 6), steps(twin, twin, 6))
+    assert stopwatch.asked == 0
+    assert code.calls == calls
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"memory_budget": 0.9}, {"backends": ["fake"]}, {"joint_policy": "recompute_all"}],
+)
+def test_what_the_user_asked_for_is_no_choice(options):
+    backends = options.pop("backends", ("fake", "eager"))
+    asked, calls = trained(EAGER, backends, **options)
+    assert asked in (0, 2)
+    assert calls == 4
+
+
+def test_hooks_and_gradients_of_the_users_see_nothing_of_it():
+    model = Net()
+    seen = []
+    model.up.weight.register_hook(lambda grad: seen.append("weight"))
+    x = torch.linspace(-1, 1, 48).reshape(6, 8).requires_grad_()
+    x.register_hook(lambda grad: seen.append("input"))
+    with plugged("fake", info=QUICK), timed(EAGER):
+        fn = compiled(model, "fake", "eager")
+        for _ in range(4):
+            fn(x).sum().backward()
+    assert any("together" in note for note in last_graph("forward").notes)
+    assert sorted(seen) == ["input"] * 4 + ["weight"] * 4
+    torch.testing.assert_close(model.norm.num_batches_tracked, torch.tensor(4))
+
+
+def test_inputs_that_may_not_be_copied_are_left_alone():
+    """A written input that shares its memory with another one."""
+
+    def f(x, total, part):
+        total.add_(1)
+        return (x * total * part).sum()
+
+    def run(fn):
+        total = torch.ones(4)
+        found = []
+        for _ in range(4):
+            x = torch.arange(4.0).requires_grad_()
+            fn(x, total, total[1:2]).backward()
+            found.append([x.grad, total.clone()])
+        return found
+
+    with plugged("fake", info=QUICK), timed(EAGER):
+        torch.testing.assert_close(run(compiled(f, "fake", "eager")), run(f))
+
+
+def test_a_hook_that_measures_wrongly_leaves_what_was_compiled():
+    stopwatch = Stopwatch(EAGER)
+    stopwatch.answers.pop()
+    model = Net()
+    twin = copy.deepcopy(model)
+    with (
+        plugged("fake", info=QUICK),
+        observing("stopwatch", measure=lambda calls: stopwatch.measure(calls)),
+    ):
+        fn = compiled(model, "fake", "eager")
+        torch.testing.assert_close(steps(fn, model), steps(twin, twin))
+    (note,) = [note for note in last_graph("forward").notes if "as a whole" in note]
+    assert "IndexError" in note
+
+
+def test_a_model_that_is_never_differentiated_is_never_compared():
+    model = Net()
+    with plugged("fake", info=QUICK), timed(EAGER):
+        fn = compiled(model, "fake", "eager")
+        for _ in range(3):
+            fn(torch.ones(6, 8))
+    fuseboard.wait()
+    assert not any("together" in note for note in last_graph("forward").notes)
