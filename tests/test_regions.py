@@ -148,6 +148,30 @@ def traced(function, *args) -> GraphModule:
     return make_fx(function, tracing_mode="fake")(*args)
 
 
+def test_what_is_computed_again_runs_right_before_it_is_read():
+    """Two regions that wait for nothing: each is called where the graph has it."""
+    graph = Graph()
+    tangent, first, second = (graph.placeholder(name) for name in ("tangent", "x", "y"))
+    tangent.meta["val"] = first.meta["val"] = second.meta["val"] = torch.empty(4)
+    placements = {}
+    value = tangent
+    for saved in (first, second):
+        again = graph.call_function(aten.exp.default, (saved,))
+        value = graph.call_function(aten.mul.Tensor, (value, again))
+        placements |= {again.name: "a", value.name: "b"}
+        again.meta["val"] = value.meta["val"] = torch.empty(4)
+    graph.output((value,))
+    module = GraphModule(nn.Module(), graph)
+    planned = [(name,) for name in placements]
+    cuts = cut_regions(module, placements, (), planned)
+    assert [[node.name for node in cut.nodes] for cut in cuts] == [
+        ["exp_default"],
+        ["mul_tensor"],
+        ["exp_default_1"],
+        ["mul_tensor_1"],
+    ]
+
+
 def test_signatures_hold_what_matters():
     """Wiring, constants, dtypes, shapes, strides, the values of constant tensors."""
     x, y = rnd(4, 4), rnd(4, 4)

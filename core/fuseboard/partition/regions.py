@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from fuseboard import torch_internals
 from fuseboard.partition.estimate import is_creation
 from fuseboard.partition.places import Place
-from fuseboard.partition.stages import stage_nodes
+from fuseboard.partition.stages import order_keepers, stage_nodes
 from fuseboard.torch_copies import part_of_graph
 
 
@@ -74,7 +75,42 @@ def cut_regions(
     extraction = _Extraction(_symbol_placeholders(graph), kept, places, position)
     for cut in ordered:
         extraction.fill(cut)
-    return ordered
+    return _late(ordered, position)
+
+
+def _late(cuts: Sequence[Cut], position: Mapping[Node, int]) -> list[Cut]:
+    """The cuts as near to the graph's own order as their inputs allow.
+
+    What a backward computes again then runs right before it is read, as torch has ordered it, and
+    not as soon as it could, when it would lie in memory until then. Draws of random numbers and
+    effects keep their order.
+    """
+    makers = {node: number for number, cut in enumerate(cuts) for node in cut.outputs}
+    ordered = order_keepers(node for cut in cuts for node in cut.nodes)
+    waiting = [0] * len(cuts)
+    followers: list[list[int]] = [[] for _ in cuts]
+    last_ordered = -1
+    for number, cut in enumerate(cuts):
+        before = {makers[node] for node in cut.inputs if node in makers}
+        if ordered and not ordered.isdisjoint(cut.nodes):
+            if last_ordered >= 0:
+                before.add(last_ordered)
+            last_ordered = number
+        waiting[number] = len(before)
+        for maker in before:
+            followers[maker].append(number)
+    ends = [max(position[node] for node in cut.nodes) for cut in cuts]
+    ready = [(ends[number], number) for number, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        found.append(cuts[number])
+        for follower in followers[number]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (ends[follower], follower))
+    return found
 
 
 def _follow(cut: Cut, names: Sequence[str]) -> None:
