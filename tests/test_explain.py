@@ -559,6 +559,8 @@ limit = 3
 def train(): return None
 def pair(): return torch.sin, torch.ones(3)
 def needs(x, y=1): return None
+import torch
+net = torch.nn.Linear(2, 2)
 def bad_import(): import nonsuch
 """
 
@@ -571,6 +573,7 @@ def bad_import(): import nonsuch
         ("script.py:trian", "Did you mean 'train'?"),
         ("script.py:limit", "is a int, not a function"),
         ("script.py:needs", "has the parameters x,"),
+        ("script.py:net", "has the parameters input, and is called without any"),
         ("script.py:train", "returned None and compiled nothing"),
         ("script.py:pair", "returned (a builtin_function_or_method, a Tensor)"),
         ("nonsuch.module:f", "no module 'nonsuch.module'"),

@@ -216,9 +216,10 @@ def _function(module: ModuleType, name: str, place: str) -> Callable[[], Any]:
         raise TargetError(
             f"{name!r} of {place} is {_described(function)}, not a function.{_near(name, own)}"
         )
+    called = getattr(function, "forward", function)  # a module says nothing of its own
     needed = [
         parameter.name
-        for parameter in inspect.signature(function).parameters.values()
+        for parameter in inspect.signature(called).parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
