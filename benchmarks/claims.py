@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from benchmarks import compile_time, pairs, sampling
+from benchmarks import compile_time, pairs, sampling, tuning
 from benchmarks.findings import Finding, judge_at_least, verdict
 from benchmarks.imports import ImportCost, measure_imports
 from benchmarks.pairs import Pair
@@ -226,6 +226,14 @@ def _sampling(session: Session, scale: Scale) -> list[Finding]:
     return sampling.findings(session, scale.pairs, THREADS)
 
 
+def _tuning(session: Session, scale: Scale) -> list[Finding]:
+    return tuning.findings(session, THREADS)
+
+
+def _runner(session: Session, scale: Scale) -> list[Finding]:
+    return tuning.runner_findings(session, scale.pairs, THREADS)
+
+
 CHECKS = (
     Check("imports", _imports, lambda scale: scale.imports + 1),
     Check("graphs", _graphs, lambda scale: 2),
@@ -240,6 +248,8 @@ CHECKS = (
     Check("partitioning", _partitioning, lambda scale: len(CASES) * scale.partitions),
     Check("memory-budget", _budget, lambda scale: 1),
     Check("sampling", _sampling, lambda scale: len(sampling.MODELS) * scale.pairs),
+    Check("tuning", _tuning, lambda scale: len(tuning.MODELS)),
+    Check("runner", _runner, lambda scale: scale.pairs),
     Check("memory", _memory, lambda scale: 2 * len(MEMORY_MODELS) * (scale.memory + 1)),
 )
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from benchmarks.protocol import Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
-Phase = Literal["full", "first", "compile", "recompiles", "budget", "sampled"]
+Phase = Literal["full", "first", "compile", "recompiles", "budget", "sampled", "tuned", "runner"]
 
 #: Steps in which no arm had its turn yet: a failure there says nothing about the arm.
 _BEFORE_THE_ARM = ("start", "model", "eager, first call")

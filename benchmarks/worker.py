@@ -18,7 +18,6 @@ import resource
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import sampling, spans, verification
+from benchmarks import sampling, spans, tuning, verification
 from benchmarks.arms import ARMS, Arm
 from benchmarks.builders import Workload
 from benchmarks.models import MODELS
+from benchmarks.notes import board_notes, compiler_counts, forget_graphs
 from benchmarks.protocol import Protocol
 
 #: Prefix of progress lines: a model may print as well.
@@ -172,49 +172,6 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def compiler_counts() -> dict[str, int]:
-    """What Dynamo counted in this process."""
-    from torch._dynamo.utils import counters
-
-    return {
-        "graphs": counters["stats"]["unique_graphs"],
-        "graph_breaks": sum(counters["graph_break"].values()),
-    }
-
-
-def board_notes() -> dict[str, Any]:
-    """Where fuseboard put the ops, and what tripped."""
-    from fuseboard.report.data import ledger
-
-    graphs = ledger.graphs()
-    return {
-        "ops": dict(Counter(node.backend for graph in graphs for node in graph.nodes)),
-        "graphs": [_graph_notes(graph) for graph in graphs],
-        "trips": [
-            f"{trip.plugin} in {trip.stage}: {trip.error.splitlines()[0] if trip.error else '?'}"
-            for graph in graphs
-            for trip in graph.trips
-        ],
-    }
-
-
-def _graph_notes(graph: Any) -> dict[str, Any]:
-    """How one graph was cut, and what the report says of the plan."""
-    reasons = Counter(node.reason for node in graph.nodes if node.backend != "board")
-    return {
-        "name": graph.name,
-        "regions": len(graph.regions),
-        "lowered": sum(not region.same_as for region in graph.regions),
-        "whole": any(region.whole for region in graph.regions),
-        "reason": reasons.most_common(1)[0][0] if reasons else "",
-        "notes": list(graph.notes),
-        "seconds": dict(graph.seconds),
-        "settled": graph.settled,
-        "decided": graph.decided,
-        "candidates": [dataclasses.asdict(candidate) for candidate in graph.candidates],
-    }
-
-
 def phase_full(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
     """First calls, verification, warm-up and the interleaved rounds of eager and one arm."""
     step("eager, first call")
@@ -265,7 +222,7 @@ def phase_compile(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str,
     tiny = Workload(_Tiny(), [(torch.rand(64),)], workload.training, optimizer=False)
     _, trivial_s, _ = first_call(arm, tiny)
     if arm.is_fuseboard:
-        _forget_graphs()
+        forget_graphs()
     step(f"{arm.name}, first call")
     with spans.watched() as parts:
         run, first_s, _ = first_call(arm, workload)
@@ -279,13 +236,6 @@ def phase_compile(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str,
         "lowering_s": first_s - call_s - parts.dynamo_s - parts.aot_s,
         **dataclasses.asdict(parts),
     }
-
-
-def _forget_graphs() -> None:
-    """The notes are to tell of the model's graphs alone."""
-    from fuseboard.report.data import ledger
-
-    ledger.clear()
 
 
 class _Tiny(nn.Module):
@@ -359,6 +309,31 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def phase_tuned(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """Calls from the first on until the choice is made. Eager runs before."""
+    step("eager")
+    eager, _, _ = first_call(ARMS["eager"], workload)
+    eager_s, _ = warm_up(eager, workload.inputs, protocol)
+    result: dict[str, Any] = {"eager_s": eager_s, "eager_peak_bytes": peak_bytes()}
+    step(f"{arm.name}, calls until settled")
+    result |= tuning.watch_settling(arm.compile(workload.module), workload.inputs)
+    return result | {
+        "peak_bytes": peak_bytes(),
+        "child_peak_bytes": tuning.child_peak_bytes(),
+    }
+
+
+def phase_runner(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, Any]:
+    """Calls of what was compiled, and of the winner without the runner around it."""
+    step(f"{arm.name}, first call")
+    with tuning.runners() as (made, given):
+        run, _, _ = first_call(arm, workload)
+    settle(arm, run, workload)
+    step("rounds")
+    with no_collection():
+        return {"seconds": tuning.time_runner(run, workload.inputs, made, given)}
+
+
 PHASES = {
     "full": phase_full,
     "first": phase_first,
@@ -366,6 +341,8 @@ PHASES = {
     "recompiles": phase_recompiles,
     "budget": phase_budget,
     "sampled": phase_sampled,
+    "tuned": phase_tuned,
+    "runner": phase_runner,
 }
 
 

@@ -30,7 +30,7 @@ from fuseboard.torch_profiler import Spanned
 _WEIGHTS_CHECK = (
     "if tuple(map({version}, {w})) != {e}.versions"
     " or tuple(map({address}, {w})) != {e}.addresses"
-    " or [cell.value for cell in {e}.cells] != {e}.samples:"
+    " or not {e}.samples.unchanged():"
 )
 
 

@@ -32,7 +32,7 @@ SAMPLES = 3
 #: How many places are looked at to find ones that aren't zero (zeros survive scaling).
 PROBED = 64
 
-_CELLS: dict[int, Any] = {
+_WORDS: dict[int, Any] = {
     1: ctypes.c_uint8,
     2: ctypes.c_uint16,
     4: ctypes.c_uint32,
@@ -48,28 +48,55 @@ def any_version(weight: torch.Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
+class Samples:
+    """Words in the memory of weights, as they read at first.
+
+    They are read only after the weights' addresses were compared, so the memory is the weights'.
+    All at once: a model has hundreds, and one by one each would wait for memory.
+    """
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        by_kind: dict[tuple[int, int], list[int]] = {}
+        for weight in weights:
+            for size, address in _places(weight):
+                by_kind.setdefault((size, address % size), []).append(address)
+        self._groups = [_group(size, addresses) for (size, _), addresses in by_kind.items()]
+
+    def unchanged(self) -> bool:
+        """Whether the memory reads as it did."""
+        return all(memory.take(places).tobytes() == read for memory, places, read in self._groups)
+
+
+def _group(size: int, addresses: Sequence[int]) -> tuple[Any, Any, bytes]:
+    """All memory from the first word to the last, of which nothing else is read; and the words."""
+    import numpy
+
+    first = min(addresses)
+    span = _WORDS[size] * ((max(addresses) - first) // size + 1)
+    memory = numpy.frombuffer(span.from_address(first), f"u{size}")
+    places = numpy.array([(address - first) // size for address in addresses])
+    return memory, places, memory.take(places).tobytes()
+
+
 class Entry:
     """What was prepared from one set of weights, and how to recognise that set."""
 
-    __slots__ = ("__weakref__", "addresses", "cells", "owners", "samples", "values", "versions")
+    __slots__ = ("__weakref__", "addresses", "owners", "samples", "values", "versions")
 
     def __init__(
         self,
         versions: tuple[int, ...] | None,
         addresses: tuple[int, ...],
-        cells: tuple[Any, ...],
+        samples: Samples,
         values: tuple[Any, ...],
     ) -> None:
         self.versions = versions
         self.addresses = addresses
-        self.cells = cells
-        self.samples = [cell.value for cell in cells]
+        self.samples = samples
         self.values = values
         self.owners: list[weakref.ref[torch.Tensor]] = []
-
-    def reads_its_samples(self) -> bool:
-        """Whether the weights' memory reads as it did; only after the addresses were compared."""
-        return [cell.value for cell in self.cells] == self.samples
 
     def drop(self) -> None:
         """Never match again, and let the values go. Takes no lock: the collector calls it."""
@@ -105,7 +132,7 @@ class WeightSets:
         if (
             tuple(map(self.version_of, weights)) == entry.versions
             and tuple(map(address_of, weights)) == entry.addresses
-            and entry.reads_its_samples()
+            and entry.samples.unchanged()
         ):
             return values
         return self.find(weights)
@@ -118,7 +145,7 @@ class WeightSets:
             entry = self._entries.get(addresses)
             if entry is not None:
                 values = entry.values  # before the check: it may be dropped at any moment
-                if entry.versions == versions and entry.reads_its_samples():
+                if entry.versions == versions and entry.samples.unchanged():
                     self._entries.move_to_end(addresses)
                     self.last = entry
                     return values
@@ -141,8 +168,7 @@ class WeightSets:
         versions: tuple[int, ...],
         addresses: tuple[int, ...],
     ) -> Entry:
-        cells = tuple(cell for weight in weights for cell in _sample_cells(weight))
-        entry = Entry(versions, addresses, cells, ())
+        entry = Entry(versions, addresses, Samples(weights), ())
         # The samples were read first: a write during the preparation makes the entry stale.
         entry.values = self._prepare(weights)
         drop = _dropper(entry)
@@ -166,7 +192,7 @@ class WeightSets:
         return sum(not entry.dropped for entry in list(self._entries.values()))
 
 
-_EMPTY = Entry(None, (), (), ())
+_EMPTY = Entry(None, (), Samples(()), ())
 _all_sets: weakref.WeakSet[WeightSets] = weakref.WeakSet()
 
 
@@ -181,11 +207,8 @@ def _dropper(entry: Entry) -> Callable[[Any], None]:
     return drop
 
 
-def _sample_cells(weight: torch.Tensor) -> list[Any]:
-    """Views of single elements in a weight's memory, where it isn't zero if possible.
-
-    They are read only after the weight's address was compared, so the memory is the weight's.
-    """
+def _places(weight: torch.Tensor) -> list[tuple[int, int]]:
+    """Words in a weight's memory, (size, address) each; at such as aren't zero if there are any."""
     if weight.device.type != "cpu" or weight.numel() == 0:
         return []
     size = weight.element_size()
@@ -193,15 +216,15 @@ def _sample_cells(weight: torch.Tensor) -> list[Any]:
     places = sorted({i * (flat - 1) // max(PROBED - 1, 1) for i in range(PROBED)})
     addresses = [weight.data_ptr() + _offset(weight, place) * size for place in places]
     if size <= 8:
-        return _telling(_CELLS[size], addresses)
+        return [(size, address) for address in _telling(size, addresses)]
     # complex128: either part may be written alone (``conj``)
-    return [cell for part in (0, 8) for cell in _telling(_CELLS[8], [a + part for a in addresses])]
+    return [(8, a) for part in (0, 8) for a in _telling(8, [one + part for one in addresses])]
 
 
-def _telling(cell_type: Any, addresses: list[int]) -> list[Any]:
-    """Cells at some of the addresses; at such as aren't zero if there are any."""
-    cells = [cell_type.from_address(address) for address in addresses]
-    telling = [cell for cell in cells if cell.value] or cells
+def _telling(size: int, addresses: list[int]) -> list[int]:
+    """Some of the addresses; such as where it isn't zero if there are any."""
+    word = _WORDS[size]
+    telling = [address for address in addresses if word.from_address(address).value] or addresses
     step = max(1, len(telling) // SAMPLES)
     return telling[::step][:SAMPLES]
 
