@@ -61,6 +61,13 @@ def _inductor_freezing(module: Any) -> Callable[..., Any]:
     return torch.compile(module)
 
 
+def _zentorch(module: Any) -> Callable[..., Any]:
+    import torch
+    import zentorch  # noqa: F401  # registers its backend
+
+    return torch.compile(module, backend="zentorch")
+
+
 def _fuseboard(module: Any) -> Callable[..., Any]:
     import torch
 
@@ -98,7 +105,7 @@ _ALL = (
     _fuseboard_with("fuseboard-eager", 'backends=["eager"]: the cost of the board itself', "eager"),
     _fuseboard_with("fuseboard-mkldnn", 'backends=["mkldnn", "eager"]', "mkldnn", "eager"),
     _fuseboard_with("fuseboard-inductor", 'backends=["inductor"]', "inductor"),
-    *(_alone(name) for name in ("onnxruntime", "openvino", "tvm")),
+    *(_alone(name) for name in ("onnxruntime", "openvino", "tvm", "zentorch")),
     Arm(
         "onnxruntime",
         "ONNX Runtime by its own Python API, on torch.onnx's export",
@@ -106,6 +113,7 @@ _ALL = (
         training=False,
     ),
     Arm("openvino", "OpenVINO by its own Python API", engines.openvino, training=False),
+    Arm("zentorch", 'torch.compile(model, backend="zentorch")', _zentorch, training=False),
 )
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ALL}
