@@ -41,7 +41,7 @@ BINARY: dict[Any, str] = {aten.add.Tensor: "add", aten.mul.Tensor: "mul"}
 
 
 def weights(graph: GraphModule, static: Collection[int] | None = None) -> set[Node]:
-    """Inputs that may be weights, and their transposes.
+    """Inputs that may be weights, their transposes, and their casts (autocast makes these).
 
     :param static: positions of the inputs that are parameters or buffers; None where that isn't
         known yet, and each input may be one.
@@ -51,7 +51,7 @@ def weights(graph: GraphModule, static: Collection[int] | None = None) -> set[No
         if static is None or place in static:
             found.add(node)
     for node in graph.graph.nodes:
-        if node.target in TRANSPOSES and node.args[0] in found:
+        if node.target in (*TRANSPOSES, aten._to_copy.default) and node.args[0] in found:
             found.add(node)
     return found
 

@@ -186,6 +186,20 @@ def test_bfloat16_is_as_near_as_eager():
     assert "attention" in rewritten()
 
 
+def test_autocast():
+    """Weights that are cast in the graph are packed once, too, and again when they change."""
+    model, x = mlp(), torch.randn(5, 32)
+    fn = compiled(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            result, expected = fn(x), model(x)
+            assert result.dtype == expected.dtype == torch.bfloat16
+            torch.testing.assert_close(result, expected)
+            model[0].weight.mul_(2)
+            torch.clear_autocast_cache()
+    assert rewritten() == ["linear+bias", "linear+bias"]
+
+
 def _distance(value: torch.Tensor, reference: torch.Tensor) -> float:
     return (value.double() - reference).square().mean().sqrt().item()
 
