@@ -18,7 +18,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 @fuseboard.hookimpl
 def fuseboard_backend() -> fuseboard.BackendInfo:
-    """Inference on CPUs with AVX-512, symbolic sizes; named by request."""
+    """Inference on CPUs with AVX-512, symbolic sizes; a candidate where calls are measured."""
     from fuseboard_zentorch._availability import fingerprint, why_unavailable
 
     reason = why_unavailable()
@@ -28,7 +28,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         dtypes=DTYPES,
         dynamic_shapes=True,
         compiles_quickly=True,
-        by_request=True,
+        by_measurement=True,
         available=not reason,
         reason=reason,
         fingerprint="" if reason else fingerprint(),
