@@ -16,6 +16,8 @@ from fuseboard.contracts import Measurement
 
 #: Rounds that are measured where the budget allows, and at most.
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
+#: Rounds without which noise decides, and for how many budgets they may go on.
+FEW_ROUNDS, PATIENCE = 3, 5
 #: Rounds end before the budget where every median is known to a share of itself.
 NARROW = 0.01
 #: What is so many times slower than the fastest isn't called again after its first rounds.
@@ -41,7 +43,7 @@ def measure_calls(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[M
 
     Each round calls every alternative once, in an order that rotates. The first call of each warms
     it up, and how long these took says how many rounds there are at least: five where the budget
-    has room for as many. It ends when the budget is spent or every median is known closely. What is
+    has room for as many, three where five budgets have. It ends when the budget is spent or every median is known closely. What is
     hopelessly slow takes part in the first rounds only.
     """
     with _no_garbage_collection():
@@ -53,7 +55,8 @@ def _rounds(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[list[fl
     warm_s = sum(1e-6 * clock(call) for call in calls)
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + budget_s
-    least = max(1, min(MIN_ROUNDS, int(budget_s / max(warm_s, 1e-9))))
+    affordable = budget_s / max(warm_s, 1e-9)
+    least = max(1, min(MIN_ROUNDS, int(affordable)), min(FEW_ROUNDS, int(PATIENCE * affordable)))
     for number in range(MAX_ROUNDS):
         quickest = min((sorted(t)[len(t) // 2] for t in times if t), default=0.0)
         for position in range(len(calls)):
