@@ -11,11 +11,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 import fuseboard
 from fuseboard.config import resolve
 from fuseboard.errors import CostsError
 from fuseboard.profile.costs import CandidateCost, CostDatabase, database, decision_key
+from tests.support.backends import compiled, plugged
 from tests.support.costs import changed, decision
 
 ROOT = Path(__file__).parents[1]
@@ -148,6 +150,23 @@ def test_records_are_bytes_in_namespaces(costs, path):
     assert [r.value for r in other.records("tvm")] == [b"\x00\xff again"]
     assert other.forget_records("tvm") == 1
     assert CostDatabase(path).records("tvm") == []
+
+
+def test_a_backend_keeps_records(tmp_path):
+    """What it puts into ``region.records`` is found by a later compile, and by no other plugin."""
+    found = []
+
+    def lower(region):
+        found.append(region.records.get("k"))
+        region.records.put("k", region.backend.encode())
+        return fuseboard.lower_eagerly(region)
+
+    for name in ("one", "one", "two"):
+        torch.compiler.reset()
+        with plugged(name, lower=lower):
+            compiled(torch.relu, name, cache_dir=str(tmp_path))(torch.zeros(3))
+    assert found == [None, b"one", None]
+    assert CostDatabase(tmp_path / "costs.sqlite3").get_record("two", "k") == b"two"
 
 
 @pytest.mark.parametrize(

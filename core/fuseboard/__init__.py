@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StackFrame,
         StackSample,
         Trip,
+        TuningRecords,
         Verdict,
     )
     from fuseboard.engines import Engine, why_unavailable
@@ -82,6 +83,7 @@ _HOMES = {
         "StackFrame",
         "StackSample",
         "Trip",
+        "TuningRecords",
         "Verdict",
     ),
     "fuseboard.engines": ("Engine", "why_unavailable"),
@@ -157,6 +159,7 @@ __all__ = [
     "StackFrame",
     "StackSample",
     "Trip",
+    "TuningRecords",
     "Verdict",
     "WrongValues",
     "claim_nodes",

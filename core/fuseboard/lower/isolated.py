@@ -27,7 +27,7 @@ class Request:
     """A region to lower.
 
     :ivar module: of a plugin that was registered at run time; "" where an entry point names it.
-    :ivar region: the fields of the region but its graph and options.
+    :ivar region: the fields of the region but its graph, options and records.
     :ivar graph: as :func:`fuseboard.torch_graphs.graph_to_bytes` made it.
     :ivar options: settings, as ``torch.compile(options=)`` takes them.
     :ivar state: of torch: threads, default dtype, determinism, matmul precision.
@@ -101,6 +101,7 @@ def _answer(request: Request, directory: Path) -> Result:
     from fuseboard.contracts import Region
     from fuseboard.errors import HookTimeout, LoweringError, PluginError
     from fuseboard.lower.failure import describe
+    from fuseboard.profile.costs import PluginRecords, database
     from fuseboard.torch_graphs import graph_from_bytes
     from fuseboard.torch_symbols import GuardWatch
 
@@ -122,7 +123,8 @@ def _answer(request: Request, directory: Path) -> Result:
         graph, inputs, mode = graph_from_bytes(request.graph)
     except Exception as error:  # whatever the objects in a graph raise
         return Result(unread=describe(error))
-    region = Region(**request.region, graph=graph, options=options)
+    records = PluginRecords(database(session.settings), backend)
+    region = Region(**request.region, graph=graph, options=options, records=records)
     watch = GuardWatch(mode)
     (directory / "started").touch()
     with torch.no_grad(), torch_internals.isolated_tracing(mode):

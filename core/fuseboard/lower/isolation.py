@@ -120,6 +120,8 @@ def make_request(region: Region, inputs: Sequence[Any], session: Session) -> Req
         "backends": [region.backend],
         "hook_limit_s": settings.hook_limit_s,
         "random": settings.random,
+        "cache": settings.cache,
+        "cache_dir": settings.cache_dir,
     }
     given = settings.plugins.get(region.backend, {})
     options.update({f"plugins.{region.backend}.{key}": value for key, value in given.items()})

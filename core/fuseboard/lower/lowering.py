@@ -30,6 +30,7 @@ from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
+from fuseboard.profile.costs import PluginRecords, database
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
 from fuseboard.report.nodes import source_line
 from fuseboard.torch_copies import copy_graph
@@ -144,14 +145,22 @@ class Lowering:
         report.backend = known.region.backend
         report.same_as = known.region.name
         report.hoisted = known.values
-        options = self.session.options(report.backend)
-        region = dataclasses.replace(region, backend=report.backend, options=options)
+        region = self._given_to(region, report.backend)
         if self._wants_numbers(region):
             return self._specialise(region, report)
         bare, shown = self._bare[region.signature]
         shown = dataclasses.replace(shown, name=region.name, source=region.source)
         answer = wrap_region(bare, shown, region, self.session, self.report, report)
         return dataclasses.replace(known, region=region, call=answer.call)
+
+    def _given_to(self, region: Region, backend: str) -> Region:
+        """The region with what is that backend's own."""
+        return dataclasses.replace(
+            region,
+            backend=backend,
+            options=self.session.options(backend),
+            records=PluginRecords(database(self.session.settings), backend),
+        )
 
     def _region(self, cut: Cut, name: str, whole: bool) -> Region:
         assert cut.graph is not None
@@ -176,9 +185,7 @@ class Lowering:
         real = [weight for weight in found if weight is not None]
         weights = real if len(real) == len(found) else None
         for position, backend in enumerate(candidates):
-            attempt = dataclasses.replace(
-                region, backend=backend, options=self.session.options(backend)
-            )
+            attempt = self._given_to(region, backend)
             try:
                 lowered = self._lower_on(attempt, report, weights)
             except (RegionError, Deferred):  # a wrapper's, the policy is to raise; or for later

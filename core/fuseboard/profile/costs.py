@@ -45,6 +45,7 @@ __all__ = [
     "CandidateCost",
     "CostDatabase",
     "Decision",
+    "PluginRecords",
     "TuningRecord",
     "database",
     "decision_key",
@@ -282,6 +283,20 @@ class CostDatabase:
         if why not in self._told:
             self._told.add(why)
             log.warning("fuseboard: measured choices stay in memory: %s: %s", self.path, why)
+
+
+class PluginRecords:
+    """One plugin's tuning records, as :class:`fuseboard.TuningRecords` promises them."""
+
+    def __init__(self, costs: CostDatabase, plugin: str) -> None:
+        self._costs = costs
+        self._plugin = plugin
+
+    def get(self, key: str) -> bytes | None:
+        return self._costs.get_record(self._plugin, key)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._costs.put_record(self._plugin, key, value)
 
 
 # --- this process's -------------------------------------------------------------------------------
