@@ -10,7 +10,7 @@ import fuseboard
 TVM = fuseboard.Engine("apache-tvm", "0.27", "0.28")
 FFI = fuseboard.Engine("apache-tvm-ffi", "0.1.14")
 #: Raised whenever the code that this plugin makes may change.
-OP_LAYER = "1"
+OP_LAYER = "2"
 
 
 def why_unavailable() -> str:

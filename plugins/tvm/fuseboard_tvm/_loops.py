@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from fuseboard_tvm._values import (
 LANES = 16
 #: Elements below which a kernel isn't worth a second thread.
 PARALLEL = 1 << 15
+#: Elements of the largest buffer that lies on the stack.
+STACK = 1 << 12
 
 
 class Loops:
@@ -117,7 +120,7 @@ class Loops:
 
     def allocate(self, size: int, dtype: str) -> Any:
         buffer = tirx.decl_buffer((size,), dtype, name=self.name("t"), scope="local")
-        self.statements.append(tirx.AllocBuffer(buffer))
+        self.statements.append(allocated(buffer))
         return buffer
 
     # --- elements ----------------------------------------------------------------------------
@@ -136,9 +139,7 @@ class Loops:
             return tirx.NE(self.bind(_scalar.cast(value, "int8")), _scalar.const(0, "int8"))
         where, lanes = (zero(), 1) if self.lane is None else self.lane
         buffer = tirx.decl_buffer((lanes,), dtype, name=self.name("v"), scope="local")
-        (self.statements if self.lane is None else self.allocations).append(
-            tirx.AllocBuffer(buffer)
-        )
+        (self.statements if self.lane is None else self.allocations).append(allocated(buffer))
         self.statements.append(BufferStore(buffer, value, [where]))
         return buffer[where]
 
@@ -176,6 +177,15 @@ class Loops:
                 value.compute(lambda which, where: self.at(inputs[which], where), index)
             )
         raise AssertionError(f"{type(value).__name__} isn't computed in an expression")
+
+
+def allocated(buffer: Any) -> Any:
+    """The allocation of a buffer: on the stack, or in registers, if it isn't large.
+
+    Without the annotation TVM calls its allocator for each (``lower_tvm_builtin.cc`` in TVM 0.27).
+    """
+    small = math.prod(int(extent) for extent in buffer.shape) <= STACK
+    return tirx.AllocBuffer(buffer, {"disable_lower_builtin": number(1)} if small else None)
 
 
 def together(statements: Sequence[Any]) -> Any:
