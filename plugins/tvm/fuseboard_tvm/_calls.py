@@ -54,11 +54,25 @@ def _decoded(argument: Any) -> Operand:
 @functools.cache
 def register() -> None:
     """Make both functions known to TVM, once per process."""
-    tvm_ffi.register_global_func(CALL, _call, override=True)
-    tvm_ffi.register_global_func(CALL_INTO, _call_into, override=True)
+    tvm_ffi.register_global_func(CALL, run, override=True)
+    tvm_ffi.register_global_func(CALL_INTO, run_into, override=True)
 
 
-def _call(text: str, *given: Any) -> Any:
+def text_of(spec: dict[str, Any]) -> str:
+    """The description of a call."""
+    return json.dumps({name: spec[name] for name in ("op", "args", "kwargs")})
+
+
+def result(spec: dict[str, Any], tensors: list[torch.Tensor]) -> torch.Tensor:
+    """What a call with one result gives for tensors of any dtype."""
+    op, args, kwargs = _parsed(text_of(spec))
+    if spec["out"]:
+        op = op.overloadpacket.default
+    found: torch.Tensor = op(*args(tensors), **kwargs(tensors))
+    return found
+
+
+def run(text: str, *given: Any) -> Any:
     """Results as new tensors, those that aren't computed left out."""
     op, args, kwargs = _parsed(text)
     tensors = [torch.from_dlpack(one) for one in given]
@@ -69,7 +83,7 @@ def _call(text: str, *given: Any) -> Any:
     return results if isinstance(found, list | tuple) else results[0]
 
 
-def _call_into(text: str, *given: Any) -> None:
+def run_into(text: str, *given: Any) -> None:
     """The result into the last tensor."""
     op, args, kwargs = _parsed(text)
     tensors = [torch.from_dlpack(one) for one in given]

@@ -9,6 +9,8 @@ import fuseboard
 
 TVM = fuseboard.Engine("apache-tvm", "0.27", "0.28")
 FFI = fuseboard.Engine("apache-tvm-ffi", "0.1.14")
+#: The version with which saving TVM's objects as JSON works; 0.1.15 ends the process instead.
+TUNES_WITH = "0.1.14.post1"
 #: Raised whenever the code that this plugin makes may change.
 OP_LAYER = "2"
 
@@ -16,6 +18,16 @@ OP_LAYER = "2"
 def why_unavailable() -> str:
     """What is missing, with what to do about it; "" if nothing is. TVM isn't imported."""
     return fuseboard.why_unavailable(TVM, FFI, install="pip install 'fuseboard[tvm]'")
+
+
+def why_no_tuning() -> str:
+    """Why nothing can be tuned, with what to do about it; "" if it can. TVM isn't imported."""
+    if FFI.version in ("", TUNES_WITH):  # without it the plugin is unavailable, which is told
+        return ""
+    return (
+        f"tuning needs apache-tvm-ffi {TUNES_WITH}, and {FFI.version} is installed, with which it "
+        f"may end the process: pip install 'apache-tvm-ffi=={TUNES_WITH}'"
+    )
 
 
 def fingerprint() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
+from collections.abc import Mapping
 from typing import Any
 
 import tvm
@@ -13,10 +13,14 @@ from fuseboard_tvm import _calls, _engine, _kernels
 from fuseboard_tvm._fusion import Group, Kernel, plan, sources
 from fuseboard_tvm._graph import Program
 from fuseboard_tvm._values import Extern, Item, Value
+from fuseboard_tvm._workloads import Tuned
 
 
-def build(program: Program, threads: int) -> tuple[Any, list[int]]:
-    """A Relax module whose ``main`` takes the inputs at the positions that come with it."""
+def build(program: Program, threads: int, tuned: Mapping[Extern, Tuned]) -> tuple[Any, list[int]]:
+    """A Relax module whose ``main`` takes the inputs at the positions that come with it.
+
+    :param tuned: kernels for some of the calls.
+    """
     groups = plan(program.results)
     roots = _roots(groups, program)
     used = [value for value in program.inputs if value in _read(groups, roots)]
@@ -31,6 +35,8 @@ def build(program: Program, threads: int) -> tuple[Any, list[int]]:
             for group in groups:
                 if isinstance(group, Kernel):
                     _emit_kernel(builder, group, roots, known, threads)
+                elif group in tuned:
+                    _emit_tuned(builder, group, tuned[group], known)
                 else:
                     _emit_call(builder, group, known)
             results = [known[value] for value in program.results]
@@ -90,11 +96,28 @@ def _emit_kernel(
         known[value] = builder.emit(relax.TupleGetItem(made, number))
 
 
+def _emit_tuned(builder: Any, extern: Extern, tuned: Tuned, known: dict[Value, Any]) -> None:
+    name = builder.add_func(tuned.function.without_attr("global_symbol"), "tuned")
+    arguments = []
+    workload = tuned.workload
+    for place, shape in zip(workload.operands, workload.shapes, strict=True):
+        value = extern.inputs[place]
+        given = known[value]
+        if shape != value.shape:  # the same memory, without a copy
+            kind = relax.TensorType(shape, value.dtype)
+            size = relax.ShapeExpr(shape)
+            given = builder.emit(
+                relax.op.call_pure_packed("vm.builtin.reshape", given, size, ty_args=kind)
+            )
+        arguments.append(given)
+    kind = relax.TensorType(*extern.results[0])
+    _enter(extern, [builder.emit(relax.call_tir(name, arguments, kind))], known)
+
+
 def _emit_call(builder: Any, extern: Extern, known: dict[Value, Any]) -> None:
     """The results are entered for the extern itself: items look there."""
     into = extern.spec["out"]
-    spec = {name: extern.spec[name] for name in ("op", "args", "kwargs")}
-    text = tvm.ir.StringImm(json.dumps(spec))
+    text = tvm.ir.StringImm(_calls.text_of(extern.spec))
     arguments = [known[value] for value in extern.inputs]
     types = [relax.TensorType(*result) for result in extern.results if result is not None]
     if into:
@@ -148,7 +171,7 @@ PIPELINE = "fuseboard"
 
 
 @functools.cache
-def _register_pipeline() -> None:
+def register_pipeline() -> None:
     """What turns loops into LLVM's input. Kernels are written as loops, so nothing is scheduled,
     and the passes for that are left out.
     """
@@ -176,7 +199,7 @@ def _register_pipeline() -> None:
 
 def compile_module(module: Any, threads: int) -> Any:
     """Machine code for this processor."""
-    _register_pipeline()
+    register_pipeline()
     return tvm.compile(
         module,
         target=_engine.target(threads),
