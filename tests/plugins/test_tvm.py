@@ -239,6 +239,23 @@ def test_an_artifact_in_another_process(tmp_path):
     torch.testing.assert_close(got, wanted)
 
 
+def test_constants_of_a_graph(tmp_path):
+    """They keep their values on the way through the artifact, here and in a later compile."""
+
+    def f(x):
+        return x[[0, 2, 0]] * torch.tensor([1.0, 2.0, 4.0])
+
+    x = torch.arange(9.0).reshape(3, 3)
+    for loaded in (False, True):
+        torch.compiler.reset()
+        options = {**OPTIONS, "cache": True, "cache_dir": str(tmp_path)}
+        got = torch.compile(f, backend="fuseboard", options=options)(x)
+        torch.testing.assert_close(got, f(x))
+        (graph,) = fuseboard.last_report().graphs
+        assert [region.loaded for region in graph.regions] == [loaded]
+        assert [region.backend for region in graph.regions] == ["tvm"]
+
+
 def test_without_a_compiler_nothing_is_stored(monkeypatch):
     """The region runs all the same, and the report says why it isn't kept."""
     from fuseboard_tvm import _artifact

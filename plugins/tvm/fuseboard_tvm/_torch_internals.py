@@ -1,7 +1,8 @@
 """The one module of this plugin that reaches torch's private APIs.
 
 Read against torch 2.13: ``torch/_prims_common/__init__.py`` (promotion of dtypes),
-``torch/_decomp/__init__.py``, ``torch/_subclasses/fake_tensor.py``.
+``torch/_decomp/__init__.py``, ``torch/_subclasses/fake_tensor.py``, ``torch/_guards.py`` (tracing
+contexts), ``torch/serialization.py`` (what it loads within one).
 """
 
 from __future__ import annotations
@@ -42,8 +43,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """Within a compile, tensors that are made are real, not fake."""
+    """Within a compile, tensors that are made are real, not fake.
+
+    ``torch.load`` asks the tracing context for a fake mode, and then gives tensors without values.
+    """
+    from torch._guards import tracing
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), tracing(None):
         yield
