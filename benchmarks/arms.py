@@ -37,6 +37,8 @@ class Arm:
         return self.name in (BASELINE, CONTROL)
 
 
+#: What TVM may search for, in a region.
+TUNE_SECONDS = 30
 BASELINE = "eager"
 CONTROL = "eager-again"
 
@@ -74,12 +76,12 @@ def _fuseboard(module: Any) -> Callable[..., Any]:
     return torch.compile(module, backend="fuseboard")
 
 
-def _fuseboard_with(name: str, description: str, *backends: str) -> Arm:
+def _fuseboard_with(name: str, description: str, *backends: str, **further: Any) -> Arm:
     def compile_with(module: Any) -> Callable[..., Any]:
         import torch
 
         # By priority: what the backend makes of the model is asked for, not what is fastest.
-        options: dict[str, Any] = {"backends": list(backends), "policy": "priority"}
+        options: dict[str, Any] = {"backends": list(backends), "policy": "priority", **further}
         return torch.compile(module, backend="fuseboard", options=options)
 
     return Arm(name, description, compile_with, backends=backends)
@@ -106,6 +108,16 @@ _ALL = (
     _fuseboard_with("fuseboard-mkldnn", 'backends=["mkldnn", "eager"]', "mkldnn", "eager"),
     _fuseboard_with("fuseboard-inductor", 'backends=["inductor"]', "inductor"),
     *(_alone(name) for name in ("onnxruntime", "openvino", "tvm", "zentorch")),
+    replace(
+        _fuseboard_with(
+            "fuseboard-tvm-tuned",
+            f"the same, each region's products and convolutions tuned for {TUNE_SECONDS} s",
+            "tvm",
+            "eager",
+            **{"plugins.tvm.tune_seconds": TUNE_SECONDS},
+        ),
+        training=False,
+    ),
     Arm(
         "onnxruntime",
         "ONNX Runtime by its own Python API, on torch.onnx's export",

@@ -293,3 +293,54 @@ def train_resnet18(batch: int = 32, size: int = 32) -> Workload:
         )
     )
     return Workload(_Loss(_Call(model, "logits", "pixel_values")), inputs, training=True)
+
+
+# --- kernels: a few ops by themselves -------------------------------------------------------------
+
+
+class _Function(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+def _kernel(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Workload:
+    """A function of normally distributed tensors."""
+    pool = _pool(lambda g: tuple(torch.randn(shape, generator=g) for shape in shapes))
+    return Workload(_Function(function).eval(), pool)
+
+
+def arithmetic() -> Workload:
+    return _kernel(lambda a, b, c: (a + b) * c.relu() - a.abs(), *[(512, 1024)] * 3)
+
+
+def functions() -> Workload:
+    def call(a: Tensor, b: Tensor) -> Tensor:
+        return (a * b + 1).sigmoid() * a.tanh() - b.exp().clamp(max=2)
+
+    return _kernel(call, (512, 1024), (512, 1024))
+
+
+def bias_gelu() -> Workload:
+    return _kernel(lambda a, b, c: F.gelu(a + b) + c, (512, 1024), (1024,), (512, 1024))
+
+
+def transformer_block(width: int = 256, heads: int = 4) -> Workload:
+    torch.manual_seed(WEIGHT_SEED)
+    module = nn.TransformerEncoderLayer(
+        width, heads, 4 * width, activation="gelu", batch_first=True, norm_first=True
+    )
+    return Workload(module.eval(), _pool(lambda g: (torch.randn(4, 64, width, generator=g),)))
+
+
+def matmul(size: int) -> Workload:
+    return _kernel(torch.mm, (size, size), (size, size))
+
+
+def convolution() -> Workload:
+    return _kernel(lambda x, w: F.conv2d(x, w, padding=1), (1, 64, 56, 56), (64, 64, 3, 3))

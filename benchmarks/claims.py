@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from benchmarks import compile_time, pairs, sampling, tuning
+from benchmarks.arms import CONTROL
 from benchmarks.findings import Finding, judge_at_least, verdict
 from benchmarks.imports import ImportCost, measure_imports
 from benchmarks.pairs import Pair
@@ -24,6 +25,8 @@ COLD_MODELS = ("bert-base-1x128", "gpt2-1x128", "llama24-1x128", "resnet50-b1")
 COLD_DEFAULT_LIMIT = 0.6
 BUDGET_MODEL = "train-gpt2-4x256"
 BUDGET_LIMIT = 0.75
+POINTWISE = ("kernel-arithmetic", "kernel-functions", "kernel-gelu")
+TUNED = ("kernel-matmul-512", "kernel-conv-3x3")
 IMPORT_LIMIT_MS = 50.0
 
 
@@ -79,6 +82,20 @@ def speed_finding(claim: str, pair: Pair, limit: float, *, by_latency: bool) -> 
     calls = ", ".join(f"{arm} {pair.call_ms(arm):.3f} ms" for arm in (pair.a, pair.b))
     measured = f"{judged} {names[0]}; {other} {names[1]}; {calls}"
     return Finding(claim, measured, judge_at_least(judged, limit), data)
+
+
+def _time_check(name: str, models: Sequence[str], a: str, b: str, limit: float) -> Check:
+    """A claim that a call of arm ``a`` takes at most ``limit`` times one of arm ``b``."""
+
+    def run(session: Session, scale: Scale) -> list[Finding]:
+        found = []
+        for model in models:
+            pair = pairs.run(session, Pair(model, a, b, THREADS), scale.pairs)
+            claim = f"{model}: a call of {a} takes at most {limit:g} of {b}'s time"
+            found.append(speed_finding(claim, pair, 1 / limit, by_latency=False))
+        return found
+
+    return Check(name, run, lambda scale: 2 * scale.pairs * len(models))
 
 
 def _cold_check(
@@ -250,6 +267,9 @@ CHECKS = (
     Check("sampling", _sampling, lambda scale: len(sampling.MODELS) * scale.pairs),
     Check("tuning", _tuning, lambda scale: len(tuning.MODELS)),
     Check("runner", _runner, lambda scale: scale.pairs),
+    _time_check("tvm-pointwise", POINTWISE, "fuseboard-tvm", "inductor", 1.5),
+    _time_check("tvm-block", ("kernel-block",), "fuseboard-tvm", "inductor", 2.5),
+    _time_check("tvm-tuned", TUNED, "fuseboard-tvm-tuned", CONTROL, 1.2),
     Check("memory", _memory, lambda scale: 2 * len(MEMORY_MODELS) * (scale.memory + 1)),
 )
 

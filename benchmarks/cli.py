@@ -38,7 +38,8 @@ Out = Annotated[Path, typer.Option("--out", help="Where the JSON and the plot go
 def measure(
     context: typer.Context,
     models: Annotated[
-        str, typer.Option(help="Names, globs, inference, training or all; separated by commas.")
+        str,
+        typer.Option(help="Names, globs, inference, training, kernel or all; separated by commas."),
     ] = "all",
     arms: Annotated[str, typer.Option(help="Names or all; separated by commas.")] = "all",
     threads: Annotated[str, typer.Option(help="Thread counts, such as 1,2.")] = "1",
@@ -63,7 +64,7 @@ def measure(
         )
         return
     both = _checked(select_arms, pair, "--pair")
-    fit = [m for m in chosen if m.kind == "inference" or all(arm.training for arm in both)]
+    fit = [m for m in chosen if m.kind != "training" or all(arm.training for arm in both)]
     todo = [pairs.Pair(model.name, *pair, count) for count in counts for model in fit]
     _run_pairs(todo, repeats, quick, out)
 

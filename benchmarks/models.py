@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from benchmarks.builders import Workload
 
-Kind = Literal["inference", "training"]
+Kind = Literal["inference", "training", "kernel"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Model:
 
     :ivar builder: the function of ``benchmarks.builders`` that makes it.
     :ivar arguments: its keyword arguments.
+    :ivar kind: ``kernel`` for a few ops by themselves, which ``all`` leaves out.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Model:
         return workload
 
 
-_ALL = (
+_MODELS = (
     Model("mlp-b1", "6 layers of 256 with ReLU, batch 1", "mlp", {"batch": 1}),
     Model("mlp-b64", "6 layers of 256 with ReLU, batch 64", "mlp", {"batch": 64}),
     Model(
@@ -111,11 +112,22 @@ _ALL = (
     ),
 )
 
+_KERNELS = (
+    Model("kernel-arithmetic", "sums, products, ReLU of three 512x1024", "arithmetic"),
+    Model("kernel-functions", "sigmoid, tanh, exp, clamp of two 512x1024", "functions"),
+    Model("kernel-gelu", "512x1024 plus a bias, GELU, plus 512x1024", "bias_gelu"),
+    Model("kernel-block", "a transformer block, 256 wide, 4 heads, 4x64", "transformer_block"),
+    Model("kernel-matmul-512", "a product of 512x512 matrices", "matmul", {"size": 512}),
+    Model("kernel-conv-3x3", "3x3 convolution, 1x64x56x56 to 64 channels", "convolution"),
+)
+
+_ALL = (*_MODELS, *(replace(model, kind="kernel") for model in _KERNELS))
 MODELS: dict[str, Model] = {model.name: model for model in _ALL}
 
 
 def select_models(patterns: Iterable[str]) -> list[Model]:
-    """Models in registry order: names, globs such as ``resnet50*``, a kind, or ``all``.
+    """Models in registry order: names, globs such as ``resnet50*``, a kind, or ``all``, which is
+    all but kernels.
 
     :raises KeyError: a pattern that matches nothing; the message lists what there is.
     """
@@ -124,7 +136,9 @@ def select_models(patterns: Iterable[str]) -> list[Model]:
         found = {
             model.name
             for model in _ALL
-            if pattern in ("all", model.kind) or fnmatchcase(model.name, pattern)
+            if pattern == model.kind
+            or (pattern == "all" and model.kind != "kernel")
+            or fnmatchcase(model.name, pattern)
         }
         if not found:
             raise KeyError(f"no model matches {pattern!r}; there are {', '.join(MODELS)}")

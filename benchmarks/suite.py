@@ -73,7 +73,7 @@ def plan(models: Iterable[Model], arms: Sequence[Arm], thread_counts: Iterable[i
         for threads in thread_counts
         for model in models
         for arm in arms
-        if arm.training or model.kind == "inference"
+        if arm.training or model.kind != "training"
     ]
 
 

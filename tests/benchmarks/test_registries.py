@@ -4,11 +4,23 @@ import pytest
 import torch
 
 from benchmarks.arms import ARMS, BASELINE, CONTROL, select_arms
-from benchmarks.claims import CHECKS, FULL, MEMORY_MODELS, QUICK, select_checks
+from benchmarks.claims import (
+    CHECKS,
+    FULL,
+    MEMORY_MODELS,
+    POINTWISE,
+    QUICK,
+    TUNED,
+    select_checks,
+)
 from benchmarks.models import MODELS, select_models
 from benchmarks.protocol import POOL_SIZE
 
-SMALL = ("mlp-b1", "mlp-b64", "train-nanogpt", "train-resnet18")
+SMALL = (
+    *("mlp-b1", "mlp-b64", "train-nanogpt", "train-resnet18"),
+    *("kernel-arithmetic", "kernel-functions", "kernel-gelu", "kernel-block"),
+    *("kernel-matmul-512", "kernel-conv-3x3"),
+)
 
 
 def test_models_are_chosen_by_name_glob_kind_or_all():
@@ -16,7 +28,9 @@ def test_models_are_chosen_by_name_glob_kind_or_all():
     assert [m.name for m in select_models(["resnet50-b4", "mlp-b1"])] == ["mlp-b1", "resnet50-b4"]
     assert [m.name for m in select_models(["resnet50*"])] == ["resnet50-b1", "resnet50-b4"]
     assert all(m.kind == "training" for m in select_models(["training"]))
-    assert [m.name for m in select_models(["all"])] == list(MODELS)
+    assert all(m.kind == "kernel" for m in select_models(["kernel"]))
+    both = [*select_models(["all"]), *select_models(["kernel"])]
+    assert [m.name for m in both] == list(MODELS)
 
 
 def test_arms_are_chosen_by_name_or_all():
@@ -55,7 +69,7 @@ def test_the_control_is_eager():
 
 def test_checks_name_models_that_exist():
     """A check of a model that was renamed would fail only after minutes of measuring."""
-    assert set(MEMORY_MODELS) <= set(MODELS)
+    assert {*MEMORY_MODELS, *POINTWISE, *TUNED} <= set(MODELS)
     for check in CHECKS:
         assert 0 < check.workers(QUICK) <= check.workers(FULL)
         assert select_checks([check.name]) == [check]
@@ -91,4 +105,4 @@ def test_a_model_answers_with_one_finite_tensor(name):
     assert workload.training == workload.module.training == (MODELS[name].kind == "training")
     answer = workload.module(*workload.inputs[0])
     assert answer.isfinite().all()
-    assert answer.ndim == (0 if workload.training else 2)
+    assert MODELS[name].kind == "kernel" or answer.ndim == (0 if workload.training else 2)
