@@ -120,6 +120,28 @@ def test_gradients(name):
             )
 
 
+SUMS = {
+    "all": (lambda x: x.sum(), (1 << 20,)),
+    "many short rows": (lambda x: x.sum(), (99_991, 7)),
+    "rows": (lambda x: x.sum(1), (2, (1 << 18) + 15)),
+    "columns": (lambda x: x.sum(0), (1 << 18, 5)),
+    "a middle axis": (lambda x: x.sum(1), (2, 1 << 17, 3)),
+    "of a function of the C library": (lambda x: torch.lgamma(x + 1).sum(), (1 << 18,)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_long_sums(name):
+    """Within 2e-6, with equal terms, whose rounding errors all have one sign.
+
+    A sum in blocks of 64 has at most 64 eps for each level of blocks; with two levels it had 1e-5.
+    """
+    call, shape = SUMS[name]
+    x = torch.full(shape, 0.1)
+    (got,) = lowered(call, x).call([x])
+    torch.testing.assert_close(got.double(), call(x.double()), rtol=2e-6, atol=0)
+
+
 def test_inputs_that_lie_badly():
     """Unaligned and non-contiguous inputs are copied; TVM's code would end the process."""
     compute = lowered(lambda x, y: x.exp() + y, torch.randn(33, 7), torch.randn(33, 7)).call

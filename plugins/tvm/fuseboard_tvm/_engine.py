@@ -12,7 +12,7 @@ FFI = fuseboard.Engine("apache-tvm-ffi", "0.1.14")
 #: The version with which saving TVM's objects as JSON works; 0.1.15 ends the process instead.
 TUNES_WITH = "0.1.14.post1"
 #: Raised whenever the code that this plugin makes may change.
-OP_LAYER = "2"
+OP_LAYER = "3"
 
 
 def why_unavailable() -> str:

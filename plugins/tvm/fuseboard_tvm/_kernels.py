@@ -15,7 +15,8 @@ from tvm.tirx import ForKind, SeqStmt
 from fuseboard_tvm import _scalar
 from fuseboard_tvm._axes import collapsed
 from fuseboard_tvm._fusion import Kernel, in_order, is_irregular, sources
-from fuseboard_tvm._loops import LANES, Loops
+from fuseboard_tvm._loops import LANES
+from fuseboard_tvm._sums import Sums
 from fuseboard_tvm._values import (
     Expr,
     Index,
@@ -28,8 +29,6 @@ from fuseboard_tvm._values import (
     zero,
 )
 
-#: Elements that one lane sums up before it is added to a total, which bounds the rounding error.
-BLOCK = 64
 #: Elements of a flat kernel that a thread takes at a time.
 CHUNK = 4096
 
@@ -42,7 +41,7 @@ def write(kernel: Kernel, roots: set[Value], threads: int) -> tuple[Any, list[Va
     return _Writer(kernel, roots, threads).function()
 
 
-class _Writer(Loops):
+class _Writer(Sums):
     def __init__(self, kernel: Kernel, roots: set[Value], threads: int) -> None:
         super().__init__(collapsed(kernel, roots), threads)
         self.kernel = kernel
@@ -231,55 +230,31 @@ class _Writer(Loops):
     def accumulate(
         self, member: Reduce, outer: int, inner: int, element: Callable[[Expr, Expr], Expr]
     ) -> Expr:
-        """All of one row in one number: in lanes, these in blocks, then across the lanes."""
-        dtype = member.dtype
+        """All of one row in one number: in lanes, then across the lanes."""
         lanes = next((n for n in (LANES, 8) if n <= inner), 1)
-        irregular = is_irregular([member], self.roots)
-        if irregular:
+        if is_irregular([member], self.roots):
             lanes = 1
-        start = _scalar.identity(member.how, dtype)
-        block = self.allocate(lanes, dtype)
-        total = self.allocate(lanes, dtype)
+        total = self.allocate(lanes, member.dtype)
         count = inner // lanes
+        done = count * lanes
 
-        def each(body: Callable[[Expr], None]) -> None:
-            kind = ForKind.VECTORIZED if lanes > 1 else ForKind.SERIAL
-            self.statements.append(self.loop(lanes, body, kind))
-
-        def add_block() -> None:
-            each(lambda i: self.store(total, _scalar.combine(member.how, total[i], block[i]), i))
-
-        def run(position: Expr, first: Expr, steps: int) -> None:
-            each(lambda i: self.store(block, start, i))
-
-            def step(k: Expr) -> None:
-                def lane(i: Expr) -> None:
-                    value = element(position, (first + k) * number(lanes) + i)
-                    self.store(block, _scalar.combine(member.how, block[i], value), i)
-
-                each(lane)
-
-            self.statements.append(self.loop(steps, step))
-            add_block()
-
-        def line(position: Expr) -> None:
-            whole = count // BLOCK
-            if whole:
-                blocks = self.loop(whole, lambda b: run(position, b * number(BLOCK), BLOCK))
-                self.statements.append(blocks)
-            if count - whole * BLOCK:
-                run(position, number(whole * BLOCK), count - whole * BLOCK)
-            done = count * lanes
+        def line(position: Expr, into: Any) -> None:
+            self.pile(
+                member,
+                into,
+                count,
+                lambda k, i: element(position, k * number(lanes) + i if lanes > 1 else k),
+            )
 
             def left(i: Expr) -> None:
                 value = element(position, i + number(done))
-                self.store(total, _scalar.combine(member.how, total[zero()], value), zero())
+                self.store(into, _scalar.combine(member.how, into[zero()], value), zero())
 
             if inner - done:
                 self.statements.append(self.loop(inner - done, left))
 
-        each(lambda i: self.store(total, start, i))
-        self.statements.append(self.loop(outer, line))
+        self.each(total, lambda i: _scalar.identity(member.how, member.dtype))
+        self.piles(member, total, outer, line)
         result = total[zero()]
         if lanes == 1:
             return result
@@ -355,35 +330,16 @@ class _Writer(Loops):
         steps: int,
         count: int,
     ) -> None:
-        source, how = member.inputs[0], member.how
-        block = self.allocate(count, member.dtype)
+        source = member.inputs[0]
         total = self.allocate(count, member.dtype)
-        start = _scalar.identity(how, member.dtype)
+        self.each(total, lambda i: _scalar.identity(member.how, member.dtype))
+        self.pile(member, total, steps, lambda k, i: self.at(source, index(k, i)))
         kind = ForKind.VECTORIZED if count > 1 else ForKind.SERIAL
 
-        def each(body: Callable[[Expr], None]) -> None:
-            self.statements.append(self.loop(count, body, kind))
+        def store(i: Expr) -> None:
+            self.store(target, total[i], self.place(member, index(zero(), i)))
 
-        def run(first: Expr, size: int) -> None:
-            each(lambda i: self.store(block, start, i))
-
-            def step(k: Expr) -> None:
-                def lane(i: Expr) -> None:
-                    value = self.at(source, index(first + k, i))
-                    self.store(block, _scalar.combine(how, block[i], value), i)
-
-                each(lane)
-
-            self.statements.append(self.loop(size, step))
-            each(lambda i: self.store(total, _scalar.combine(how, total[i], block[i]), i))
-
-        each(lambda i: self.store(total, start, i))
-        whole = steps // BLOCK
-        if whole:
-            self.statements.append(self.loop(whole, lambda b: run(b * number(BLOCK), BLOCK)))
-        if steps - whole * BLOCK:
-            run(number(whole * BLOCK), steps - whole * BLOCK)
-        each(lambda i: self.store(target, total[i], self.place(member, index(zero(), i))))
+        self.statements.append(self.loop(count, store, kind))
 
     def place(self, member: Value, index: Index) -> Expr:
         """Where the result for an element lies."""
