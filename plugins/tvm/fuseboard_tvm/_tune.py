@@ -64,24 +64,25 @@ def tuned_kernels(
     waiting = sum(record is None for record in known.values())
     for key, same in calls.items():
         record, how = known[key], "from an earlier search"
+        title = same[0][1].title
         if record is None:
             share = (end - time.monotonic()) / waiting
             waiting -= 1
             record = _searched(*same[0], share, threads) if share > 0 else None
             if record is None:
-                notes.append(f"{key} isn't tuned: tune_seconds = {seconds:g} didn't reach it")
+                notes.append(f"{title} isn't tuned: tune_seconds = {seconds:g} didn't reach it")
                 continue
             how = f"{record.trials} trials in {record.seconds:.1f} s"
             if records is not None:
                 records.put(_name(key, threads), json.dumps(dataclasses.asdict(record)).encode())
-        told = f"{key}: {record.tuned_us:.0f} us tuned, {record.torch_us:.0f} us by torch, {how}"
+        told = f"{title}: {record.tuned_us:.0f} us tuned, {record.torch_us:.0f} us by torch, {how}"
         notes.append(f"{told}; {record.problem}" if record.problem else told)
         if record.trace is not None:
             for extern, workload in same:
                 try:
                     function = _search.scheduled(workload, record.trace)
                 except ValueError as error:  # a record that was damaged, or is another's
-                    notes.append(f"{key} isn't tuned: {error}")
+                    notes.append(f"{title} isn't tuned: {error}")
                     break
                 kernels[extern] = Tuned(workload, function)
     return kernels, notes

@@ -55,6 +55,7 @@ class Operand:
 class Workload:
     """What is tuned.
 
+    :ivar title: for people, such as ``mm float32 (64, 256) (256, 96)``.
     :ivar key: says everything about it: op, dtype, sizes, order of axes.
     :ivar function: computes it; unscheduled. Its parameters are ``operands``, then the result.
     :ivar operands: positions among the call's tensors.
@@ -67,6 +68,7 @@ class Workload:
     :ivar exact: nothing of ``O`` is padding: the result is stored from registers.
     """
 
+    title: str
     key: str
     function: Any
     operands: tuple[int, ...]
@@ -155,7 +157,9 @@ class _Call:
         places = [[one.tensor, one.stored, one.axes] for one in self.operands]
         plain = [one for one in self.args if not isinstance(one, dict)]
         key = json.dumps([self.op, self.dtype, shape, places, plain])
+        title = " ".join([self.op, self.dtype, *(str(one.shape) for one in self.operands)])
         return Workload(
+            title,
             key,
             function.with_attr("global_symbol", "main"),
             tuple(one.tensor for one in self.operands),
