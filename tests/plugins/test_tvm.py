@@ -278,6 +278,22 @@ def test_constants_of_a_graph(tmp_path):
         assert [region.backend for region in graph.regions] == ["tvm"]
 
 
+def test_kernels_call_no_allocator():
+    """Vectors and short rows lie in registers or on the stack; else all takes 20 times as long."""
+    from fuseboard_tvm import _decompose, _graph, _program
+
+    def f(x, y):
+        return ((x + y).softmax(-1) * x.tanh(), (x * y).sum(0))
+
+    inputs = torch.randn(33, 77), torch.randn(33, 77)
+    graph = fuseboard.decompose(make_fx(f, tracing_mode="fake")(*inputs), _decompose.table())
+    module, _ = _program.build(_graph.read(graph), 1, {})
+    (code,) = _program.compile_module(module, 1).mod.imports
+    text = code.inspect_source("ll")
+    assert "x float>" in text  # vectors
+    assert "AllocWorkspace" not in text
+
+
 def test_without_a_compiler_nothing_is_stored(monkeypatch):
     """The region runs all the same, and the report says why it isn't kept."""
     from fuseboard_tvm import _artifact

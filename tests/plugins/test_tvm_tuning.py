@@ -21,13 +21,14 @@ pytest.importorskip("tvm", reason="needs the extra tvm")
 
 from fuseboard_tvm import _engine, _search, _tune  # noqa: E402 - after the look for TVM
 
-SECONDS = 1.0
+#: Enough on any machine: a search ends early when it gains nothing.
+SECONDS = 100.0
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Few trials suffice for values, and here a tuned kernel runs though torch's be faster."""
-    monkeypatch.setattr(_search, "PATIENCE", 3)
+    monkeypatch.setattr(_search, "PATIENCE", 1)
     monkeypatch.setattr(_tune, "MARGIN", 0.0)
     torch.compiler.reset()
 
@@ -160,6 +161,8 @@ def test_a_later_compile_takes_the_records(monkeypatch):
     [
         b"",
         b"{}",
+        b"[]",
+        b'{"trace": null, "tuned_us": "x", "torch_us": 2, "trials": 3, "seconds": 4}',
         b"\xff",
         b'{"trace": [[["Nonsense", [], [], []]], []], "tuned_us": 1, "torch_us": 2, '
         b'"trials": 3, "seconds": 4}',
@@ -168,11 +171,11 @@ def test_a_later_compile_takes_the_records(monkeypatch):
 def test_damaged_records(damage):
     """They are searched for again, or told of; the result is right in any case."""
     records = Records()
-    lowered(two_products, PRODUCTS, records)
+    lowered(torch.mm, PRODUCTS[:2], records)
     records.update(dict.fromkeys(records, damage))
-    region = lowered(two_products, PRODUCTS, records)
+    region = lowered(torch.mm, PRODUCTS[:2], records)
     assert "can't be applied" in "".join(region.notes) or damage not in records.values()
-    torch.testing.assert_close(region.call(list(PRODUCTS))[0], two_products(*PRODUCTS))
+    torch.testing.assert_close(region.call(PRODUCTS[:2])[0], torch.mm(*PRODUCTS[:2]))
 
 
 def test_torchs_kernel_stays_where_it_is_faster(monkeypatch):
@@ -206,15 +209,23 @@ def test_wrong_values_are_not_used(monkeypatch):
 
 
 def test_the_budget(monkeypatch):
-    """The searches of a region together end within a trial of it, and the second gets its share."""
+    """Two ops share it evenly, and each search exceeds its share by one trial at most."""
+    clock = [0.0]
+    now = SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter)
+    attempt = _search._try
+
+    def a_second(*args):
+        clock[0] += 1
+        return attempt(*args)
+
     monkeypatch.setattr(_search, "PATIENCE", 10**6)
+    monkeypatch.setattr(_search, "_try", a_second)
+    monkeypatch.setattr(_search, "time", now)
+    monkeypatch.setattr(_tune, "time", now)
     records = Records()
-    begun = time.monotonic()
-    lowered(two_products, PRODUCTS, records, seconds=3)
-    assert time.monotonic() - begun < 30  # loose: other work on the machine; no budget: minutes
+    lowered(two_products, PRODUCTS, records, seconds=7)
     spent = [json.loads(value)["seconds"] for value in records.values()]
-    assert len(spent) == 2
-    assert max(spent) < 3
+    assert spent == [4, 4]  # of 3.5 seconds, then of the 3 that are left
 
 
 def test_without_time_left_torch_runs(monkeypatch):
@@ -229,19 +240,16 @@ def test_without_time_left_torch_runs(monkeypatch):
 def test_an_interrupt_ends_the_search(monkeypatch):
     """Ctrl-C isn't swallowed; what was found before is kept."""
     attempt = _search._try
-    calls = []
+    records = Records()
 
     def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 12:
+        if records:
             raise KeyboardInterrupt
         return attempt(*args)
 
     monkeypatch.setattr(_search, "_try", interrupted)
-    records = Records()
     with pytest.raises(KeyboardInterrupt):
-        lowered(two_products, PRODUCTS, records, seconds=60)
-    assert len(calls) == 12
+        lowered(two_products, PRODUCTS, records)
     assert len(records) == 1
 
 

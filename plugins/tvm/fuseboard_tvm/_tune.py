@@ -114,9 +114,11 @@ def _known(records: fuseboard.TuningRecords | None, key: str, threads: int) -> R
     if value is None:
         return None
     try:
-        return Record(**json.loads(value))
+        record = Record(**json.loads(value))
     except (ValueError, TypeError):  # of another version, or damaged: searched for again
         return None
+    numbers = record.tuned_us, record.torch_us, record.trials, record.seconds
+    return record if all(isinstance(one, int | float) for one in numbers) else None
 
 
 # --- one call ------------------------------------------------------------------------------------
