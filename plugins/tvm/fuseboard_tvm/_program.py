@@ -110,7 +110,9 @@ def _emit_tuned(builder: Any, extern: Extern, tuned: Tuned, known: dict[Value, A
                 relax.op.call_pure_packed("vm.builtin.reshape", given, size, ty_args=kind)
             )
         arguments.append(given)
-    kind = relax.TensorType(*extern.results[0])
+    result = extern.results[0]
+    assert result is not None  # what has a workload has one result
+    kind = relax.TensorType(*result)
     _enter(extern, [builder.emit(relax.call_tir(name, arguments, kind))], known)
 
 
