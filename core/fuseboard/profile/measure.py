@@ -43,8 +43,8 @@ def measure_calls(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[M
 
     Each round calls every alternative once, in an order that rotates. The first call of each warms
     it up, and how long these took says how many rounds there are at least: five where the budget
-    has room for as many, three where five budgets have. It ends when the budget is spent or every median is known closely. What is
-    hopelessly slow takes part in the first rounds only.
+    has room for as many, three where five budgets have. It ends when the budget is spent or every
+    median is known closely. What is hopelessly slow takes part in the first rounds only.
     """
     with _no_garbage_collection():
         return [_summary(samples) for samples in _rounds(calls, budget_s)]
