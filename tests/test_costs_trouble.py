@@ -18,7 +18,9 @@ import pytest
 from fuseboard.errors import CostsError
 from fuseboard.profile import costs as costs_module
 from fuseboard.profile import costs_file
+from fuseboard.profile.book import Book
 from fuseboard.profile.costs import CostDatabase
+from fuseboard.report.data import GraphReport
 from tests.support.costs import changed, decision, files
 
 ROOT = Path(__file__).parents[1]
@@ -295,7 +297,9 @@ def test_a_full_disk(costs, path, warnings, monkeypatch):
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
+from fuseboard.profile.book import Book
 from fuseboard.profile.costs import CostDatabase
+from fuseboard.report.data import GraphReport
 from tests.support.costs import decision
 path = Path(sys.argv[1])
 CostDatabase(path).record(decision("before"))
@@ -330,7 +334,9 @@ READ_ONLY = """
 import os, sys
 from pathlib import Path
 from fuseboard.profile import costs_file
+from fuseboard.profile.book import Book
 from fuseboard.profile.costs import CostDatabase
+from fuseboard.report.data import GraphReport
 from tests.support.costs import decision
 if os.geteuid() == 0:  # who may do anything becomes nobody
     os.setgid(65534)
@@ -414,3 +420,13 @@ def test_an_interrupted_write_leaves_nothing(costs, path, error, monkeypatch):
     assert costs.find(decision("a").key) == decision("a")
     costs.record(decision("c"))  # no lock is left, and what waited goes with it
     assert len(CostDatabase(path).decisions()) == 4
+
+
+def test_a_report_tells_of_trouble_where_a_decision_is_looked_for(tmp_path, caplog):
+    path = tmp_path / "costs.sqlite3"
+    path.mkdir()  # can't be opened as a file
+    report = GraphReport("inference0", "inference", "f")
+    book = Book(CostDatabase(path), {"graph": "g"}, report)
+    assert book.find() is None
+    (note,) = report.notes
+    assert note.startswith("measured choices stay in memory: ")

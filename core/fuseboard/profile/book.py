@@ -80,6 +80,7 @@ class Book:
         if self.parts is None:
             return None
         found = self.database.find(decision_key(self.level, self.parts))
+        self._note_trouble()
         if found is not None or self.level != "graph":
             return found
         if differs := self.database.nearest(self.level, self.parts):
@@ -105,8 +106,12 @@ class Book:
                 created=time.time(),
             )
         )
-        if self.database.problem and self.database.problem not in self.report.notes:
-            self.report.notes.append(self.database.problem)
+        self._note_trouble()
+
+    def _note_trouble(self) -> None:
+        problem = self.database.problem
+        if problem and problem not in self.report.notes:
+            self.report.notes.append(problem)
 
 
 def _backends(session: Session) -> list[str]:
