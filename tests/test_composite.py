@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import fuseboard
+from fuseboard.config import resolve
+from fuseboard.profile.costs import database
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, claim_ops, compiled, last_graph, observing, plugged
 
@@ -242,3 +244,92 @@ def test_what_only_one_backend_takes_it_gets():
             fn = compiled(f, "left", "right", "eager", measure_s=0.1)
             torch.testing.assert_close(call_settled(fn, X), f(X))
     assert last_graph().settled
+
+
+# --- what an earlier process left -----------------------------------------------------------------
+
+
+def again(**options):
+    """As another process compiles it, with the same cost database."""
+    torch._dynamo.reset()
+    ledger.clear()
+    return compiled(f, "left", "right", measure_s=0.1, **options)
+
+
+def test_what_an_earlier_process_did_not_come_to_is_tried_by_a_later_one():
+    left, right = both()
+    with left, right:
+        fn = again()
+        with torch.no_grad():
+            fn(X)  # the composite would be next
+        assert not last_graph().settled
+        torch.testing.assert_close(call_settled(again(on_failure="raise"), X), f(X))
+    assert states()["composite"] == "chosen"
+    assert all_trips() == []
+
+
+def test_two_that_are_not_settled_settle():
+    left, right = both()
+    with left, right, torch.no_grad():
+        one = again()
+        one(X)
+        other = again()
+        other(X)
+        assert fuseboard.wait()
+        torch.testing.assert_close(one(X), f(X))
+        torch.testing.assert_close(other(X), f(X))
+    assert states()["composite"] == "chosen"
+
+
+def test_what_had_nothing_to_gain_is_not_tried_again():
+    measured = []
+    slow = plugged("left", call=slow_at("mm", seconds=0.02), info=QUICK)
+    with slow, plugged("right", call=slow_at("mm"), info=QUICK):
+        call_settled(again(), X)
+        with observing("onlooker", measure=lambda calls: measured.append(len(calls))):
+            with torch.no_grad():
+                again()(X)
+    assert measured == []
+    assert last_graph().settled
+    composite = last_graph().candidates[-1]
+    assert (composite.name, composite.state) == ("composite", "untried")
+    assert "less at best than with right alone" in composite.problem
+
+
+def test_without_the_pieces_decisions_all_is_measured_again():
+    left, right = both()
+    with left, right:
+        call_settled(again(), X)
+        costs = database(resolve())
+        costs.forget([found.key for found in costs.decisions() if found.level == "region"])
+        torch.testing.assert_close(call_settled(again(), X), f(X))
+    assert states() == {"left": "slower", "right": "slower", "composite": "chosen"}
+    assert all_trips() == []
+
+
+def test_one_wait_is_enough():
+    left, right = both()
+    with left, right, torch.no_grad():
+        again()(X)
+        assert fuseboard.wait()
+    assert states()["composite"] == "chosen"
+
+
+def test_ctrl_c_while_composing_leaves_the_winner_so_far():
+    asked = []
+
+    def measure(calls):
+        asked.append(len(calls))
+        if len(asked) == 2:  # the first piece
+            raise KeyboardInterrupt
+
+    left, right = both()
+    with left, right, observing("user", measure=measure), torch.no_grad():
+        fn = again()
+        fn(X)
+        with pytest.raises(KeyboardInterrupt):
+            fn(X)
+        torch.testing.assert_close(fn(X), f(X))
+        assert fuseboard.wait()
+    assert last_graph().settled
+    assert "chosen" in (states()["left"], states()["right"])

@@ -208,3 +208,94 @@ def test_a_model_that_is_never_differentiated_is_never_compared():
             fn(torch.ones(6, 8))
     fuseboard.wait()
     assert not any("together" in note for note in last_graph("forward").notes)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_checkpoint_around_the_call_meets_what_it_saved(early_stop):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    twin = copy.deepcopy(model)
+
+    def run(target, inner):
+        found = []
+        for _ in range(5):
+            target.zero_grad()
+            x = torch.linspace(-1, 1, 24).reshape(3, 8).requires_grad_()
+            with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+                y = torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, *(p.grad.clone() for p in target.parameters())])
+        return found
+
+    with plugged("fake", info=QUICK), timed(EAGER):
+        torch.testing.assert_close(run(model, compiled(model, "fake", "eager")), run(twin, twin))
+    (note,) = [note for note in last_graph("forward").notes if "as a whole" in note]
+    assert "hooks of saved tensors are set" in note
+
+
+def test_hooks_of_saved_tensors_see_the_call_alone():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor
+
+    counts = []
+    with plugged("fake", info=QUICK), timed(EAGER):
+        fn = compiled(model, "fake", "eager")
+        for _ in range(5):
+            packed.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                y = fn(torch.ones(3, 8))
+            y.sum().backward()
+            counts.append(len(packed))
+    assert len(set(counts)) == 1
+
+
+def test_under_autocast_no_casts_pile_up(monkeypatch):
+    """torch keeps the cast of a leaf until autocast ends: those of the comparison are let go."""
+    cleared = []
+    original = torch.clear_autocast_cache
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (cleared.append(1), original()))
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    with plugged("fake", info=QUICK), timed(EAGER):
+        fn = compiled(model, "fake", "eager")
+        for _ in range(5):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = fn(torch.ones(3, 8))
+            y.float().sum().backward()
+    assert any("together" in note for note in last_graph("forward").notes)
+    assert len(cleared) >= 2  # each call that was timed
+
+
+def test_what_the_graph_writes_to_is_copied_with_its_strides():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("seen", torch.zeros(8, 8)[::2, ::4])
+
+        def forward(self, x):
+            self.seen.add_(1)
+            return x * self.weight + self.seen.sum()
+
+    model = Counts()
+    twin = copy.deepcopy(model)
+    twin.seen = torch.zeros(8, 8)[::2, ::4]
+    strides = []
+
+    def noting(eager_call, region):
+        def run(args):
+            strides.extend(a.stride() for a in args if a.dim() == 2)
+            return eager_call(args)
+
+        return run
+
+    with plugged("fake", call=noting, info=QUICK), timed(EAGER):
+        fn = compiled(model, "fake", "eager")
+        for _ in range(4):
+            one, other = fn(torch.ones(4)), twin(torch.ones(4))
+            torch.testing.assert_close(one, other)
+            one.sum().backward()
+    torch.testing.assert_close(model.seen, twin.seen)
+    assert set(strides) == {(16, 4)}

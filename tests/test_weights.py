@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import threading
 import weakref
 
@@ -386,3 +387,43 @@ def test_data_assigned_to_and_fro():
         model.weight.data = rnd(*model.weight.shape, seed=seed)
         gc.collect()
         check(model, fn)
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+def unaligned(buffer) -> torch.Tensor:
+    """64x64 floats that begin at an odd address."""
+    tensor = torch.frombuffer(buffer, dtype=torch.float32, offset=1, count=64 * 64).view(64, 64)
+    return tensor.copy_(rnd(64, 64))
+
+
+def test_memory_between_unaligned_weights_is_left_alone():
+    """One lies on the heap, the other one far from it, with pages between that can't be read."""
+    far = mmap.mmap(-1, 1 << 20)
+    weights = [unaligned(bytearray(64 * 64 * 4 + 8)), unaligned(far), rnd(8, 8)]
+    samples = weights_module.Samples(weights)
+    assert samples.unchanged()
+    for weight in weights:
+        weight.data.mul_(1.5)
+        assert not samples.unchanged()
+        weight.data.div_(1.5)
+        samples = weights_module.Samples(weights)
+
+
+@pytest.mark.parametrize("change", [torch.t, lambda w: w.flip(0), lambda w: w.roll(1, 0)])
+def test_elements_that_change_places_are_seen(change):
+    """A square's diagonal stays where it is when it is transposed."""
+    weight = rnd(64, 64)
+    samples = weights_module.Samples([weight])
+    weight.data.copy_(change(weight).clone())
+    assert not samples.unchanged()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.bool, torch.complex128])
+def test_samples_of_other_dtypes(dtype):
+    weight = torch.ones(33, 7).to(dtype)
+    samples = weights_module.Samples([weight, torch.zeros(0, 4).to(dtype)])
+    assert samples.unchanged()
+    weight.data.zero_()
+    assert not samples.unchanged()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Event, Measurement
 from fuseboard.lower.failure import describe
@@ -26,6 +26,8 @@ from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.profile.background import worker
 from fuseboard.profile.book import Book
 from fuseboard.profile.choose import choose
+from fuseboard.profile.kept_inputs import strided_copy
+from fuseboard.profile.measure import generators_put_back
 from fuseboard.profile.ranks import several_ranks
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.report.structured_trace import emit
@@ -113,7 +115,10 @@ class _Undecided:
     def _watch(self, *args: Any) -> Any:
         reports = self._reports
         settled = "backward" in reports and all(report.settled for report in reports.values())
-        if settled and torch.is_grad_enabled() and self._lock.acquire(blocking=False):
+        if torch_internals.saved_tensor_hooks_are_set():
+            # A checkpoint's would meet other saved tensors when it computes again.
+            self._leave("it is called where hooks of saved tensors are set, as by a checkpoint")
+        elif settled and torch.is_grad_enabled() and self._lock.acquire(blocking=False):
             try:
                 if self.call == self._watch:
                     self.call = self._decide(args)
@@ -122,19 +127,27 @@ class _Undecided:
             return self.call(*args)
         return self._compiled(*args)
 
+    def _leave(self, why: str) -> Run:
+        """What was compiled runs on."""
+        note = f"not compared with Dynamo's own graph as a whole: {why}"
+        self._reports["forward"].notes.append(note)
+        self.call = self._compiled
+        return self._compiled
+
     def _decide(self, args: Sequence[Any]) -> Run:
         """What runs from now on."""
         report = self._reports["forward"]
         if why_not := self._why_not(args):
-            report.notes.append(f"not compared with Dynamo's own graph as a whole: {why_not}")
-            return self._compiled
+            return self._leave(why_not)
+        tripped = self._trips()
         try:
-            with compiling, worker.paused(), _generators_put_back(), torch.enable_grad():
+            with compiling, worker.paused(), generators_put_back(), torch.enable_grad():
                 measured, peaks = self._measure(args)
+            why = "something tripped" if self._trips() > tripped else ""
         except Exception as error:  # torch's or a hook's; what was compiled runs on
             why = describe(error)
-            report.notes.append(f"not compared with Dynamo's own graph as a whole: {why}")
-            return self._compiled
+        if why:
+            return self._leave(why)
         winner = (COMPILED, EAGER)[choose(measured, self._session.settings.margin)]
         rows = [
             CandidateReport(name, "", one.latency_us, one.low_us, one.high_us, peak_bytes=peak)
@@ -145,6 +158,9 @@ class _Undecided:
         self._session.notify(Event("choose", report.name, 0.0, {"winner": winner, "whole": True}))
         emit(report)
         return self._eager if winner == EAGER else self._compiled
+
+    def _trips(self) -> int:
+        return sum(len(report.trips) for report in self._reports.values())
 
     def _why_not(self, args: Sequence[Any]) -> str:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
@@ -180,13 +196,14 @@ class _Undecided:
         wanted = [v for v in own if isinstance(v, torch.Tensor) and v.requires_grad]
         ones = [torch.ones_like(r) for r in results]
         torch.autograd.grad(results, wanted, ones, allow_unused=True)
+        torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
 
     def _own(self, number: int, value: Any) -> Any:
         """An input as a leaf of its own, on the same memory unless the graph writes there."""
         if not isinstance(value, torch.Tensor):
             return value
         if number in self._mutated:
-            return value.detach().clone()
+            return strided_copy(value)
         return value.detach().requires_grad_(value.requires_grad)
 
 
@@ -198,8 +215,3 @@ def _told(winner: str, rows: Sequence[CandidateReport]) -> str:
         more = ", with peaks of " + " and ".join(f"{(peak or 0) / 2**20:.1f} MiB" for peak in peaks)
     what = f"{_RUNS}" if winner == EAGER else "what was compiled runs"
     return f"forward and backward together take {times} (Dynamo's own graph){more}: {what}"
-
-
-def _generators_put_back() -> AbstractContextManager[None]:
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if started else [])

@@ -363,6 +363,12 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def saved_tensor_hooks_are_set() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` (a checkpoint, say) is entered."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(False) is not None
+
+
 def size_hint(value: Any) -> int:
     """A symbolic int's value in the example that is being compiled; 4096 for unbacked ones."""
     if isinstance(value, torch.SymInt):

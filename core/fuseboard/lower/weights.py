@@ -32,6 +32,9 @@ SAMPLES = 3
 #: How many places are looked at to find ones that aren't zero (zeros survive scaling).
 PROBED = 64
 
+#: Multiples of it, without their whole part, fall evenly and on no row, column or diagonal.
+_GOLDEN = (5**0.5 - 1) / 2
+
 _WORDS: dict[int, Any] = {
     1: ctypes.c_uint8,
     2: ctypes.c_uint16,
@@ -58,11 +61,14 @@ class Samples:
     __slots__ = ("_groups",)
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        by_kind: dict[tuple[int, int], list[int]] = {}
+        by_size: dict[int, list[int]] = {}
         for weight in weights:
             for size, address in _places(weight):
-                by_kind.setdefault((size, address % size), []).append(address)
-        self._groups = [_group(size, addresses) for (size, _), addresses in by_kind.items()]
+                if address % size:  # numpy would copy all that lies between such words
+                    by_size.setdefault(1, []).extend(range(address, address + size))
+                else:
+                    by_size.setdefault(size, []).append(address)
+        self._groups = [_group(size, addresses) for size, addresses in by_size.items()]
 
     def unchanged(self) -> bool:
         """Whether the memory reads as it did."""
@@ -213,7 +219,7 @@ def _places(weight: torch.Tensor) -> list[tuple[int, int]]:
         return []
     size = weight.element_size()
     flat = weight.numel()
-    places = sorted({i * (flat - 1) // max(PROBED - 1, 1) for i in range(PROBED)})
+    places = sorted({int(i * _GOLDEN % 1 * flat) for i in range(PROBED)})
     addresses = [weight.data_ptr() + _offset(weight, place) * size for place in places]
     if size <= 8:
         return [(size, address) for address in _telling(size, addresses)]

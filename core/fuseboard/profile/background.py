@@ -27,6 +27,9 @@ from fuseboard.lower.isolation import answer_in_child
 
 log = logging.getLogger("fuseboard")
 
+#: Comparisons of a graph that may follow each other: what is compiled elsewhere, what only this
+#: process can compile, the composite; and one to spare.
+_ROUNDS = 4
 #: How long the end of a process waits for its child to be gone.
 _END_S = 5.0
 
@@ -162,15 +165,17 @@ def wait(timeout_s: float | None = None, progress: bool = True) -> bool:
     :returns: whether all have settled.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
+    rounds = 0  # in which nothing was compiling
     with _shown(progress) as show:
         while True:
             pending = unsettled()
             compiling = [graph for graph in pending if graph.waiting]
-            for graph in pending:
-                if graph not in compiling:
-                    graph.settle()
+            compared = [graph for graph in pending if graph not in compiling and graph.settle()]
             show(len(_unsettled) - len(unsettled()), len(_unsettled))
             if not compiling:
+                rounds += 1
+                if rounds < _ROUNDS and any(not graph.settled for graph in compared):
+                    continue  # something is due that wasn't before
                 break
             if end is not None and time.monotonic() >= end:
                 break

@@ -14,6 +14,7 @@ from fuseboard.board import Session
 from fuseboard.contracts import GraphKind
 from fuseboard.lower.cache_keys import NotCacheable, code_hash, graph_parts, plugin_options_text
 from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, database, decision_key
+from fuseboard.profile.costs_rows import NOT_TRIED
 from fuseboard.report.data import CandidateReport, GraphReport
 
 Level = Literal["graph", "region", "step"]
@@ -137,7 +138,7 @@ def _settings(session: Session) -> str:
 def _cost(told: CandidateReport) -> CandidateCost:
     problem = told.problem
     if not problem and told.state in ("waiting", "untried"):
-        problem = "not tried yet"
+        problem = NOT_TRIED
     return CandidateCost(
         name=told.name,
         latency_us=told.latency_us,

@@ -51,7 +51,8 @@ class Candidate:
     @property
     def out(self) -> bool:
         """It can't be chosen any more."""
-        return self.told.state in ("failed", "slower") and self.program is None
+        lost = self.told.state in ("failed", "slower") or bool(self.told.problem)
+        return lost and self.program is None
 
     def lower(self, board: Board, defers: bool) -> list[Deferred]:
         """Lower the regions; what has to be compiled elsewhere first, where something has to.

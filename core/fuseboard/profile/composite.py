@@ -83,6 +83,10 @@ class Composite:
         self._pieces = pieces
         self._regions = regions
 
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
     def is_worth_trying(self, winner: Candidate) -> bool:
         """Whether there is a choice, and calls are long enough.
 
@@ -94,10 +98,14 @@ class Composite:
         """Those to choose from."""
         return [backend for backend, one in self._alone.items() if one.told.state != "failed"]
 
-    def compose(self, board: Board, inputs: Sequence[Any] | None) -> bool:
+    def recall(self, board: Board) -> bool:
+        """Give the candidate its regions by what is known of its pieces; False where some isn't."""
+        return not self._compose(board, None)
+
+    def compose(self, board: Board, inputs: Sequence[Any]) -> bool:
         """Give the candidate its regions, or drop it with the reason where nothing is to be gained.
 
-        :param inputs: of a call; None where what was measured before has to do.
+        :param inputs: of a call.
         """
         start = time.perf_counter()
         try:
@@ -125,7 +133,7 @@ class Composite:
         alone = {b: sum(_time(kind, b) for kind in kinds) for b in backends}
         best_us = sum(_time(kind, kind.winner) for kind in kinds)
         leader = min(alone, key=alone.__getitem__)
-        saved = 1 - best_us / alone[leader]
+        saved = 1 - best_us / alone[leader] if alone[leader] else 0.0
         if saved <= self._session.settings.margin:
             return f"its pieces take {max(saved, 0):.1%} less at best than with {leader} alone"
         best = {

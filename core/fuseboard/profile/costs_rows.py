@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: The problem of a candidate that an earlier process didn't come to.
+NOT_TRIED = "not tried yet"
+
 
 @dataclass(frozen=True)
 class CandidateCost:
@@ -33,6 +36,11 @@ class CandidateCost:
     compile_s: float | None = None
     peak_bytes: int | None = None
     problem: str = ""
+
+    @property
+    def tried(self) -> bool:
+        """Whether it was timed, or is known not to be worth it."""
+        return self.latency_us is not None or self.problem not in ("", NOT_TRIED)
 
 
 @dataclass(frozen=True)

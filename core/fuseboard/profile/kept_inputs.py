@@ -30,7 +30,7 @@ class KeptInputs:
             self._values = [
                 weakref.ref(value)
                 if i in static and isinstance(value, torch.Tensor)
-                else partial(_as_it_is, _copy(value))
+                else partial(_as_it_is, strided_copy(value))
                 for i, value in enumerate(inputs)
             ]
 
@@ -48,7 +48,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _copy(value: Any) -> Any:
+def strided_copy(value: Any) -> Any:
     """A copy with the same strides: gaps and repeated elements, which ``clone`` leaves out."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from statistics import quantiles
 from typing import Any
 
@@ -110,6 +110,12 @@ def _summary(samples: list[float]) -> Measurement:
         return Measurement(samples[0], samples[0], samples[0], calls=1)
     low, median, high = quantiles(samples, n=4, method="inclusive")
     return Measurement(latency_us=median, low_us=low, high_us=high, calls=len(samples))
+
+
+def generators_put_back() -> AbstractContextManager[None]:
+    """The states of the CPU's generator and of CUDA's as before, after the block."""
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if started else [])
 
 
 @contextmanager

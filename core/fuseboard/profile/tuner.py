@@ -12,7 +12,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,7 @@ from fuseboard.profile.choose import choose
 from fuseboard.profile.composite import Composite
 from fuseboard.profile.costs import Decision
 from fuseboard.profile.kept_inputs import KeptInputs
+from fuseboard.profile.measure import generators_put_back
 from fuseboard.profile.ranks import Decide, here
 from fuseboard.profile.timing import Timing
 from fuseboard.report.structured_trace import emit
@@ -111,24 +111,27 @@ class Tuner:
             if candidate.program is not None:
                 self._due.append(candidate)
             candidate.lowering.real = {}  # of this call
-        self._report.settled = self.settled
-        if not self.settled:
-            background.add(self)
         if self._due:
             self._runner.interrupt(self._call)
         elif self._chosen is not None:  # by an earlier process, so no call will compare first
             self._rest_is_due()
+        self._report.settled = self.settled
+        if not self.settled:
+            background.add(self)
 
     def _left(self, decision: Decision | None) -> Sequence[Candidate]:
         """The candidates that are to be tried; the winner of an earlier process runs."""
         if decision is None:
             return self._candidates
         known = {cost.name: cost for cost in decision.candidates}
-        if self._composite is not None and self._composite.candidate.name in known:
-            self._add_composite()
+        if self._composite is not None and self._composite.name in known:
+            won = decision.winner == self._composite.name
+            if won and not self._composite.recall(self._runner.board):
+                return self._candidates  # what it was made of is gone: all is measured again
+            if won or known[self._composite.name].tried:
+                self._add_composite()
         winner = next((c for c in self._candidates if c.name == decision.winner), None)
-        ready = winner is not None and self._composed(winner, None)
-        if winner is None or not ready or not self._lower(winner, defers=False):
+        if winner is None or not self._lower(winner, defers=False):
             return [c for c in self._candidates if c is not winner]
         self._report.decided = "taken from the cost database"
         for candidate in self._candidates:
@@ -235,7 +238,7 @@ class Tuner:
         self._report.candidates.append(composite.candidate.told)
         return True
 
-    def _composed(self, candidate: Candidate, inputs: list[Any] | None) -> bool:
+    def _composed(self, candidate: Candidate, inputs: list[Any]) -> bool:
         """Whether a candidate's regions are known; the composite's are found now."""
         if candidate.cuts or self._composite is None:
             return True
@@ -246,6 +249,12 @@ class Tuner:
 
     def _compare(self, inputs: list[Any]) -> None:
         """Verify what is due, time it beside the winner so far, and install the winner."""
+        try:
+            self._compare_due(inputs)
+        finally:
+            self._report.settled = self.settled  # whoever interrupts it has decided
+
+    def _compare_due(self, inputs: list[Any]) -> None:
         due, self._due = self._due, []
         order = [c for c in self._candidates if c in due or c is self._chosen]
         proofs = Proofs(values=self._session.settings.verify != "off", references={})
@@ -253,7 +262,7 @@ class Tuner:
         with (
             compiling,
             compiling_in_a_call(self._mode),
-            _cuda_generators_put_back(),
+            generators_put_back(),
             background.worker.paused(),
             profiling,
         ):
@@ -383,13 +392,6 @@ def _compiled(
     alive = tuner()
     if alive is not None:
         alive.compiled(candidate, token, result, seconds)
-
-
-def _cuda_generators_put_back() -> AbstractContextManager[None]:
-    """The states of CUDA's generators as before; the CPU's is put back with all else."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return nullcontext()
-    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 
 def _is_inference(value: Any) -> bool:
