@@ -50,7 +50,6 @@ class _Kind:
     able: tuple[str, ...]
     code: Boxed
     book: Book
-    count: int = 0
     winner: str = ""
     times: dict[str, float] = field(default_factory=dict)
 
@@ -100,7 +99,10 @@ class Composite:
 
     def recall(self, board: Board) -> bool:
         """Give the candidate its regions by what is known of its pieces; False where some isn't."""
-        return not self._compose(board, None)
+        try:
+            return not self._compose(board, None)
+        except Exception:  # a plugin may raise anything; a call measures again
+            return False
 
     def compose(self, board: Board, inputs: Sequence[Any]) -> bool:
         """Give the candidate its regions, or drop it with the reason where nothing is to be gained.
@@ -168,7 +170,6 @@ class Composite:
                 code = boxed_function(graph, f"{board.report.name}_piece{len(known)}")
                 known[name] = _Kind(piece, able, code, book)
                 _take_over(known[name])
-            known[name].count += 1
             found.append(known[name])
         return found
 
