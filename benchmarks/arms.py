@@ -76,6 +76,12 @@ def _fuseboard(module: Any) -> Callable[..., Any]:
     return torch.compile(module, backend="fuseboard")
 
 
+def _by_priority(module: Any) -> Callable[..., Any]:
+    import torch
+
+    return torch.compile(module, backend="fuseboard", options={"policy": "priority"})
+
+
 def _fuseboard_with(name: str, description: str, *backends: str, **further: Any) -> Arm:
     def compile_with(module: Any) -> Callable[..., Any]:
         import torch
@@ -104,6 +110,9 @@ _ALL = (
         training=False,
     ),
     Arm("fuseboard", 'torch.compile(model, backend="fuseboard"), its defaults', _fuseboard),
+    Arm(
+        "fuseboard-priority", 'policy="priority": the default order, nothing measured', _by_priority
+    ),
     _fuseboard_with("fuseboard-eager", 'backends=["eager"]: the cost of the board itself', "eager"),
     _fuseboard_with("fuseboard-mkldnn", 'backends=["mkldnn", "eager"]', "mkldnn", "eager"),
     _fuseboard_with("fuseboard-inductor", 'backends=["inductor"]', "inductor"),

@@ -22,7 +22,8 @@ MEMORY_MODELS = ("minilm-8x64", "bert-base-4x128", "resnet50-b4")
 MEMORY_LIMIT = 1.05
 COLD_LIMIT = 0.25
 COLD_MODELS = ("bert-base-1x128", "gpt2-1x128", "llama24-1x128", "resnet50-b1")
-COLD_DEFAULT_LIMIT = 0.6
+COLD_PRIORITY_LIMIT = 0.6
+COLD_DEFAULT_LIMIT = 0.8
 BUDGET_MODEL = "train-gpt2-4x256"
 BUDGET_LIMIT = 0.75
 POINTWISE = ("kernel-arithmetic", "kernel-functions", "kernel-gelu")
@@ -259,7 +260,15 @@ CHECKS = (
     _speed_check("bert-speed", "bert-base-4x128", "fuseboard", "inductor", 1.0),
     _speed_check("resnet-speed", "resnet50-b4", "fuseboard-mkldnn", "inductor-freezing", 0.97),
     _cold_check("resnet-cold", ("resnet50-b4",), "fuseboard-mkldnn", "inductor", COLD_LIMIT, "1/4"),
-    _cold_check("cold-default", COLD_MODELS, "fuseboard", "inductor", COLD_DEFAULT_LIMIT, "0.6"),
+    _cold_check("cold-default", COLD_MODELS, "fuseboard", "inductor", COLD_DEFAULT_LIMIT, "0.8"),
+    _cold_check(
+        "cold-priority",
+        COLD_MODELS,
+        "fuseboard-priority",
+        "inductor",
+        COLD_PRIORITY_LIMIT,
+        "0.6",
+    ),
     Check("compile-time", _compile_time, lambda scale: 8 * scale.cold),
     Check("repeats-speed", _repeats_speed, lambda scale: 4 * scale.pairs),
     Check("partitioning", _partitioning, lambda scale: len(CASES) * scale.partitions),
