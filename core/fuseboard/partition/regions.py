@@ -99,7 +99,12 @@ def _late(cuts: Sequence[Cut], position: Mapping[Node, int]) -> list[Cut]:
         waiting[number] = len(before)
         for maker in before:
             followers[maker].append(number)
-    ends = [max(position[node] for node in cut.nodes) for cut in cuts]
+    ends = [
+        position[cut.nodes[-1]]
+        if cut.place.planned < 0
+        else max(map(position.__getitem__, cut.nodes))
+        for cut in cuts
+    ]
     ready = [(ends[number], number) for number, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
     found = []
