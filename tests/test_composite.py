@@ -308,9 +308,11 @@ def test_without_the_pieces_decisions_all_is_measured_again():
 
 
 def test_one_wait_is_enough():
+    """First for what takes long to compile, then for the composite."""
     left, right = both()
-    with left, right, torch.no_grad():
-        again()(X)
+    with left, right, plugged("late", call=slow_at("mm")), torch.no_grad():
+        fn = compiled(f, "left", "right", "late", measure_s=0.1)
+        fn(X)
         assert fuseboard.wait()
     assert states()["composite"] == "chosen"
 
