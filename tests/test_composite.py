@@ -290,6 +290,7 @@ def test_what_had_nothing_to_gain_is_not_tried_again():
             with torch.no_grad():
                 again()(X)
     assert measured == []
+    assert last_graph().decided == "taken from the cost database"
     assert last_graph().settled
     composite = last_graph().candidates[-1]
     assert (composite.name, composite.state) == ("composite", "untried")
