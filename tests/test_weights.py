@@ -35,9 +35,13 @@ def live_sets() -> int:
 
 @pytest.fixture(autouse=True)
 def _own_sets(monkeypatch):
-    """What other tests compiled may still live; it isn't counted here."""
+    """What other tests compiled may still live; it isn't counted here.
+
+    And preparing is always worth it: when it isn't, ``test_weights_waiting.py`` tells.
+    """
     ledger.clear()
     monkeypatch.setattr(weights_module, "_all_sets", weakref.WeakSet())
+    monkeypatch.setattr(weights_module.WeightSets, "_waits_on", lambda *_: False)
 
 
 @pytest.fixture(params=["generic", "packed"])

@@ -225,6 +225,8 @@ class Pipeline:
             candidate = Candidate(draft.cuts, self._strict_lowering(work), told)
             if draft.name == "eager" and self.dynamos is not None and not wrapped:
                 candidate.given = original(self.dynamos, self.example_inputs, work)
+                if candidate.given is not None:
+                    runner.uncompiled = candidate.given.lowered.call
             plans[candidate] = draft.plan
 
         composite = self._composite(work, plans)

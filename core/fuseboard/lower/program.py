@@ -33,6 +33,9 @@ _WEIGHTS_CHECK = (
     " or not {e}.samples.unchanged():"
 )
 
+#: In the place of a site's number: the call was made without prepared values.
+WITHOUT = -2
+
 
 @dataclass
 class Site:
@@ -87,6 +90,8 @@ class Handlers(Protocol):
     def blame(self, lowered: Sequence[Lowered], error: Exception, number: int) -> Exception: ...
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]: ...
+
+    def without(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]: ...
 
 
 class Program:
@@ -165,7 +170,8 @@ class Program:
             source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
         source.line(f"{site_local} = -1")
         source.line("try:")
-        self._write_weights_check(source, names, indent)
+        without = "" if checked else self._without(source, handlers, site_local, everything)
+        self._write_weights_check(source, names, indent, without)
         self._write_body(source, names, indent, proofs, contained, site_local)
         result = self._result(source, names, cloned)
         if checked:
@@ -244,7 +250,20 @@ class Program:
             source.line(f"if {board.bucket} not in {source.bind(board.buckets, 'buckets')}:")
             source.line(f"return {checked}(args)", 2)
 
-    def _write_weights_check(self, source: Source, names: dict[Node, str], indent: int) -> None:
+    def _without(self, source: Source, handlers: Handlers, site_local: str, everything: str) -> str:
+        """Statements that make the call without prepared values."""
+        if self.sets is None:
+            return ""
+        without = source.bind(partial(handlers.without, self.sets), "without")
+        return f"{site_local} = {WITHOUT}; return {without}([{everything}])"
+
+    def _write_weights_check(
+        self, source: Source, names: dict[Node, str], indent: int, without: str = ""
+    ) -> None:
+        """Look up the prepared values.
+
+        :param without: what to do where it isn't worth preparing them; "" if they have to be.
+        """
         if self.sets is None:
             return
         sets = source.bind(self.sets, "sets")
@@ -261,7 +280,12 @@ class Program:
         # Before the check: another thread, or the collector, may drop the entry at any moment.
         source.line(f"{self._values} = {entry}.values", indent)
         source.line(check, indent)
-        source.line(f"{self._values} = {sets}.find({weights})", indent + 1)
+        if not without:
+            source.line(f"{self._values} = {sets}.find({weights})", indent + 1)
+            return
+        source.line(f"{self._values} = {sets}.find_if_worth({weights})", indent + 1)
+        source.line(f"if {self._values} is None:", indent + 1)
+        source.line(without, indent + 2)
 
     def _write_body(
         self,

@@ -8,6 +8,7 @@ share are cloned from then on. After a call without a failure the plain function
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -24,9 +25,9 @@ from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.lowering import Lowered
-from fuseboard.lower.program import Board, Program
+from fuseboard.lower.program import WITHOUT, Board, Program
 from fuseboard.lower.sizes import bucket_source
-from fuseboard.lower.weights import any_version
+from fuseboard.lower.weights import WeightSets, any_version
 from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.partition.stages import has_effects
 from fuseboard.profile.verify import shares_storage
@@ -41,6 +42,7 @@ class Runner:
     :param visible: how many leading outputs the caller sees.
     :ivar program: what ``usual`` was generated from.
     :ivar usual: what a call executes unless it is interrupted.
+    :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
     """
 
     function: Boxed
@@ -68,7 +70,9 @@ class Runner:
         self._may_share = shared_outputs(results)
         self._every = session.settings.verify_every
         self._instead: Boxed | None = None
-        self.usual: Boxed = self.eager()
+        self._told_of_change = False
+        self.uncompiled = self.eager()
+        self.usual: Boxed = self.uncompiled
         self.function = self.usual
 
     def boxed(self) -> Boxed:
@@ -107,6 +111,19 @@ class Runner:
         """The first call of a new bucket of sizes: a checked one."""
         proofs = Proofs(inputs_too=self._every is not None)
         return program.checked(self, self._cloned, proofs)(args)
+
+    def without(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:
+        """A call whose weights aren't prepared, and it isn't worth preparing them yet."""
+        if not self._told_of_change:
+            self._told_of_change = True
+            self.report.notes.append(
+                "weights change between calls: eager runs until what that loses comes to the "
+                f"{sets.prepare_s:.2g} s that preparing them again takes"
+            )
+        start = time.perf_counter()
+        results = self.uncompiled(inputs)
+        sets.without_s = time.perf_counter() - start
+        return results
 
     def _go_on(self) -> None:
         """After a checked call without a failure."""
@@ -155,8 +172,10 @@ class Runner:
 
         :param lowered: what the function that failed was built from; another thread may have
             replaced some of it since.
-        :param number: the site that was running; -1 for what comes before the first.
+        :param number: the site that was running; -1 for what comes before the first; ``WITHOUT``.
         """
+        if number == WITHOUT:
+            raise error  # by eager: the user's own
         if number < 0 and self._admits_inference_tensors():
             return self.function(inputs)
         if any(

@@ -11,6 +11,11 @@ and every other in-place op (versions); a replaced parameter or submodule, ``.da
 ``.data.copy_`` and other writes to a whole tensor that bump no version (samples). Not noticed: a
 write through ``.data`` to part of a tensor that misses the samples; call
 :func:`refresh` after one.
+
+Preparing takes time, and pays if enough calls follow before the weights change again, which nobody
+knows. So it is with skis: they are rented until the rents come to their price, then bought. Calls
+after a change run without, until what they lose by it comes to the time of preparing. Whatever the
+weights do, what is lost is at most twice what it would be if one knew.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ from __future__ import annotations
 import ctypes
 import operator
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +38,11 @@ from fuseboard import torch_internals
 SAMPLES = 3
 #: How many places are looked at to find ones that aren't zero (zeros survive scaling).
 PROBED = 64
+
+#: So many sets of weights may be waited on at a time.
+_WAITS = 256
+#: What is lost until it is worth preparing again, at most, in times that preparing takes.
+_MOST_PATIENCE = 64
 
 #: Multiples of it, without their whole part, fall evenly and on no row, column or diagonal.
 _GOLDEN = (5**0.5 - 1) / 2
@@ -89,7 +101,7 @@ def _group(size: int, addresses: Sequence[int]) -> tuple[Any, Any, bytes]:
 class Entry:
     """What was prepared from one set of weights, and how to recognise that set."""
 
-    __slots__ = ("__weakref__", "addresses", "owners", "samples", "values", "versions")
+    __slots__ = ("__weakref__", "addresses", "made_at", "owners", "samples", "values", "versions")
 
     def __init__(
         self,
@@ -103,6 +115,7 @@ class Entry:
         self.samples = samples
         self.values = values
         self.owners: list[weakref.ref[torch.Tensor]] = []
+        self.made_at = time.monotonic()
 
     def drop(self) -> None:
         """Never match again, and let the values go. Takes no lock: the collector calls it."""
@@ -115,19 +128,35 @@ class Entry:
         return self.versions is None
 
 
+@dataclass
+class _Wait:
+    """A set of weights that calls run without, until it is worth preparing."""
+
+    versions: tuple[int, ...]
+    lost_s: float = 0.0
+
+
 class WeightSets:
     """The entries of one compiled graph, least recently used first, bounded in number.
 
     :ivar last: the entry that served the latest call; the generated code looks at it only.
     :ivar version_of: the quick function, until an inference tensor is met.
+    :ivar prepare_s: what preparing takes, in seconds; 0 until it was done.
+    :ivar without_s: what a call without takes, in seconds; 0 while it isn't known.
+    :ivar share: of that, what a call with prepared values saves.
     """
 
     def __init__(self, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], limit: int) -> None:
         self.last = _EMPTY
         self.version_of = version_of
+        self.prepare_s = 0.0
+        self.without_s = 0.0
+        self.share = 1.0
         self._prepare = prepare
         self._limit = limit
+        self._patience = 1
         self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()
+        self._waits: OrderedDict[tuple[int, ...], _Wait] = OrderedDict()
         self._lock = threading.RLock()
         _all_sets.add(self)
 
@@ -145,6 +174,15 @@ class WeightSets:
 
     def find(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The values for these weights, prepared now if they are new or stale."""
+        values = self._find(weights, may_wait=False)
+        assert values is not None
+        return values
+
+    def find_if_worth(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
+        """The same; None where the call had better run without."""
+        return self._find(weights, may_wait=True)
+
+    def _find(self, weights: tuple[torch.Tensor, ...], may_wait: bool) -> tuple[Any, ...] | None:
         addresses = tuple(map(address_of, weights))
         versions = tuple(map(self.version_of, weights))
         with self._lock:
@@ -155,10 +193,14 @@ class WeightSets:
                     self._entries.move_to_end(addresses)
                     self.last = entry
                     return values
+            if (old := self._entries.pop(addresses, None)) is not None:
+                self._learn_patience(old)
+                old.drop()
+            if may_wait and self._waits_on(addresses, versions):
+                return None
+            self._waits.pop(addresses, None)
             entry = self._make(weights, versions, addresses)
             values = entry.values
-            if (old := self._entries.pop(addresses, None)) is not None:
-                old.drop()
             for key, other in list(self._entries.items()):
                 if other.dropped:
                     del self._entries[key]
@@ -168,6 +210,27 @@ class WeightSets:
             self.last = entry
             return values
 
+    def _waits_on(self, addresses: tuple[int, ...], versions: tuple[int, ...]) -> bool:
+        """Whether calls with these weights haven't lost enough yet; notes what this one loses."""
+        wait = self._waits.pop(addresses, None)
+        if wait is None or wait.versions != versions:
+            wait = _Wait(versions)
+        wait.lost_s += self.without_s * self.share
+        if wait.lost_s >= self.prepare_s * self._patience:
+            return False
+        self._waits[addresses] = wait
+        while len(self._waits) > _WAITS:
+            self._waits.popitem(last=False)
+        return True
+
+    def _learn_patience(self, stale: Entry) -> None:
+        """Wait for longer where values go stale before they have paid."""
+        if stale.dropped:  # with its weights
+            return
+        in_use_s = time.monotonic() - stale.made_at
+        paid = in_use_s * self.share >= self.prepare_s * (1 - self.share)
+        self._patience = 1 if paid else min(2 * self._patience, _MOST_PATIENCE)
+
     def _make(
         self,
         weights: tuple[torch.Tensor, ...],
@@ -176,7 +239,11 @@ class WeightSets:
     ) -> Entry:
         entry = Entry(versions, addresses, Samples(weights), ())
         # The samples were read first: a write during the preparation makes the entry stale.
+        start = time.perf_counter()
         entry.values = self._prepare(weights)
+        took_s = time.perf_counter() - start
+        self.prepare_s = min(took_s, self.prepare_s or took_s)  # the first time loads libraries
+        entry.made_at = time.monotonic()
         drop = _dropper(entry)
         entry.owners = [weakref.ref(weight, drop) for weight in weights]
         return entry

@@ -351,6 +351,7 @@ class Tuner:
             if other.told.state == "chosen":
                 other.told.state = "slower"
         candidate.told.state = "chosen"
+        self._tell_what_preparing_gains(candidate)
         every = self._session.settings.verify_every
         self._runner.install(candidate.program, Proofs(values=False, inputs_too=every is not None))
         self._report.settled = self.settled
@@ -358,6 +359,20 @@ class Tuner:
         self._session.notify(
             Event("choose", self.name, 0.0, {"winner": candidate.name, "settled": self.settled})
         )
+
+    def _tell_what_preparing_gains(self, candidate: Candidate) -> None:
+        """What a call takes without prepared weights, and what it saves with them."""
+        assert candidate.program is not None
+        sets, told = candidate.program.sets, candidate.told
+        if sets is None or not told.latency_us:
+            return
+        speedup = told.speedup
+        for other in self._candidates:
+            if speedup is None and other.name == "eager" and other.told.latency_us:
+                speedup = other.told.latency_us / told.latency_us
+        if speedup is not None:
+            sets.share = max(1 - 1 / speedup, self._session.settings.margin)
+            sets.without_s = 1e-6 * told.latency_us * speedup
 
     def _run_eager(self) -> None:
         """No candidate is right: the captured graph runs op by op."""
@@ -370,6 +385,8 @@ class Tuner:
         :raises RegionError: the policy is to raise.
         """
         others = [c.name for c in self._candidates if c is not candidate and not c.out]
+        if candidate.given is not None:
+            self._runner.uncompiled = self._runner.eager()
         instead = "eager" if others in ([], ["eager"]) else "the other candidates"
         plugin = getattr(error, "plugin", "") or candidate.cuts[0].backend
         candidate.drop("failed", describe(error))
