@@ -2,8 +2,9 @@
 
 ``torch.fx.Graph.create_node`` is made for graphs that are being written: it searches arguments for
 symbolic numbers and looks for a free name, three quarters of what a node costs. A copy's arguments
-were searched when the node was made, and its name is free. Read against torch 2.13
-(``torch/fx/graph.py``, ``torch/fx/node.py``).
+were searched when the node was made, and its name is free. ``GraphModule`` writes Python code that
+most copies never run, and ``torch.nn.Module`` looks at each attribute that is set for a parameter.
+Read against torch 2.13 (``torch/fx/graph.py``, ``torch/fx/node.py``, ``torch/fx/graph_module.py``).
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-
-from fuseboard import torch_internals
 
 #: A graph's attributes; all that ``create_node`` touches is among them.
 _GRAPH = {
@@ -35,12 +35,55 @@ _GRAPH = {
 _NAMESPACE = {"_obj_to_name", "_used_names", "_base_count"}
 _NODE = ["graph", "name", "op", "target", "args", "kwargs", "return_type"]
 
+#: What a ``GraphModule`` sets of its own: never parameters or modules.
+_PLAIN = frozenset(
+    {
+        "graph",
+        "meta",
+        "shape_env",
+        "training",
+        "_codegen",
+        "_create_node_hooks",
+        "_deepcopy_hooks",
+        "_erase_node_hooks",
+        "_graph",
+        "_replace_hooks",
+        "_tracer_cls",
+        "_tracer_extras",
+    }
+)
+
+
+def graph_module(owner: torch.nn.Module, graph: Graph, name: str) -> GraphModule:
+    """A GraphModule that writes its Python code only if somebody asks for it.
+
+    :param owner: has the constants that the graph names.
+    """
+    return _graph_module_class()(owner, graph, class_name=name)
+
+
+@functools.cache
+def _graph_module_class() -> type[GraphModule]:
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return GraphModule
+
+    class Copy(_LazyGraphModule):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in _PLAIN:
+                object.__setattr__(self, name, value)
+            else:
+                super().__setattr__(name, value)
+
+    return Copy
+
 
 def copy_graph(graph: GraphModule) -> GraphModule:
     """A graph of one's own: nodes and their metadata copied, constants shared."""
     new = Graph()
     copy_nodes(graph.graph.nodes, new, {})
-    return torch_internals.graph_module(graph, new, type(graph).__name__)
+    return graph_module(graph, new, type(graph).__name__)
 
 
 def copy_nodes(nodes: Iterable[Node], into: Graph, copies: dict[Node, Node]) -> None:

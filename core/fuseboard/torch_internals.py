@@ -414,16 +414,3 @@ def direct_call(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverload):
         return getattr(target, "_op", target)
     return target
-
-
-def graph_module(owner: torch.nn.Module, graph: torch.fx.Graph, name: str) -> GraphModule:
-    """A GraphModule that writes its Python code only if somebody asks for it.
-
-    Most of the board's graphs are looked at and never run; their code would be half the cost of
-    making them.
-    """
-    try:
-        from torch.fx._lazy_graph_module import _LazyGraphModule
-    except ImportError:
-        return GraphModule(owner, graph, class_name=name)
-    return _LazyGraphModule(owner, graph, class_name=name)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fuseboard import torch_internals
 from fuseboard.partition.board_nodes import view_chain
 from fuseboard.partition.estimate import is_free, sizes
 from fuseboard.partition.stages import keeps_order
+from fuseboard.torch_copies import graph_module
 
 #: Elements that hoisting must save from being computed in each call. Below it, the check that
 #: the weights are still the same costs about what it saves.
@@ -122,7 +122,7 @@ def _split(graph: GraphModule, frontier: list[Node]) -> Hoisted:
             new[node].meta = dict(node.meta)
     prepare.output(tuple(new[node] for node in frontier))
     uses = tuple(i for i, node in enumerate(placeholders) if node in needed)
-    prepared = torch_internals.graph_module(graph, prepare, "Prepare")
+    prepared = graph_module(graph, prepare, "Prepare")
 
     last = placeholders[-1]
     with graph.graph.inserting_after(last):

@@ -15,8 +15,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fuseboard import torch_internals, torch_symbols
+from fuseboard import torch_symbols
 from fuseboard.errors import LoweringError
+from fuseboard.torch_copies import graph_module
 
 #: What speaks of the symbolic value that a node had.
 _STALE = ("val", "tensor_meta", "example_value", "unbacked_bindings")
@@ -115,7 +116,7 @@ class _Copier:
         self._nodes[node] = new
 
     def done(self) -> GraphModule:
-        return torch_internals.graph_module(self._owner, self._graph, "Static")
+        return graph_module(self._owner, self._graph, "Static")
 
     def _of(self, node: Node) -> Any:
         return self._nodes[node]

@@ -18,6 +18,7 @@ from fuseboard import torch_internals
 from fuseboard.contracts import JointPolicy, Knapsack
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.partition.replay import draws, hides_draws, settle_replays, worth_replaying
+from fuseboard.torch_copies import graph_module
 
 Parts = tuple[GraphModule, GraphModule]
 
@@ -138,7 +139,7 @@ def _shares(forward: Sequence[Node], whole: float | None) -> dict[float, list[No
 def _copy(graph: GraphModule) -> GraphModule:
     new = Graph()
     new.output(new.graph_copy(graph.graph, {}))
-    return torch_internals.graph_module(graph, new, type(graph).__name__)
+    return graph_module(graph, new, type(graph).__name__)
 
 
 def _forward_nodes(joint: GraphModule) -> list[Node]:

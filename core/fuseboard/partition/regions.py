@@ -15,7 +15,7 @@ from fuseboard import torch_internals
 from fuseboard.partition.estimate import is_creation
 from fuseboard.partition.places import Place
 from fuseboard.partition.stages import order_keepers, stage_nodes
-from fuseboard.torch_copies import part_of_graph
+from fuseboard.torch_copies import graph_module, part_of_graph
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Cut:
     def graph(self) -> GraphModule:
         """The region's graph; of isomorphic regions one will do, so it is made when asked for."""
         assert self.written is not None, "filled in when it is cut"
-        return torch_internals.graph_module(self.owner, self.written, "Region")
+        return graph_module(self.owner, self.written, "Region")
 
     @property
     def backend(self) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fuseboard import torch_internals
 from fuseboard.contracts import Boxed, Verdict
 from fuseboard.profile.reference import make_reference
 from fuseboard.profile.values import judge
 from fuseboard.report.nodes import source_line
+from fuseboard.torch_copies import graph_module
 
 Lower = Callable[[GraphModule, Sequence[Any]], Boxed]
 
@@ -138,4 +138,4 @@ def prefix(graph: GraphModule, count: int) -> GraphModule:
     for node in kept:
         mapping[node] = new.node_copy(node, mapping.__getitem__)
     new.output(tuple(mapping[node] for node in live))
-    return torch_internals.graph_module(graph, new, type(graph).__name__)
+    return graph_module(graph, new, type(graph).__name__)
