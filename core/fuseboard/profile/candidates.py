@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fuseboard.lower.caching import Deferred, Token
@@ -107,6 +108,24 @@ class Candidate:
         self.postponed = False
         self.ready.clear()
         self.waiting.clear()
+
+
+def tell_what_preparing_gains(
+    winner: Candidate, candidates: Sequence[Candidate], margin: float
+) -> None:
+    """Tell a winner's sets of weights what a call takes without them, and what it saves with them.
+
+    :param margin: the least share of eager's time by which something wins.
+    """
+    assert winner.program is not None
+    sets, told = winner.program.sets, winner.told
+    eagers_us = next((c.told.latency_us for c in candidates if c.name == "eager"), None)
+    if sets is None or not told.latency_us:
+        return
+    speedup = told.speedup or (eagers_us and eagers_us / told.latency_us)
+    if speedup:
+        sets.share = max(1 - 1 / speedup, margin)
+        sets.without_s = 1e-6 * told.latency_us * speedup
 
 
 def described(site: Site) -> RegionReport:

@@ -29,7 +29,7 @@ from fuseboard.lower.specialise import compiling
 from fuseboard.lower.weights import any_version
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
-from fuseboard.profile.candidates import Candidate
+from fuseboard.profile.candidates import Candidate, tell_what_preparing_gains
 from fuseboard.profile.choose import choose
 from fuseboard.profile.composite import Composite
 from fuseboard.profile.costs import Decision
@@ -316,7 +316,8 @@ class Tuner:
         """Whether a candidate keeps its contract and computes the right values."""
         assert candidate.program is not None
         sets = candidate.program.sets
-        if sets is not None and any(map(_is_inference, inputs)):
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        if sets is not None and any(tensor.is_inference() for tensor in tensors):
             sets.version_of = any_version
         if self._session.settings.verify == "off":
             proofs = Proofs(values=False)
@@ -351,7 +352,7 @@ class Tuner:
             if other.told.state == "chosen":
                 other.told.state = "slower"
         candidate.told.state = "chosen"
-        self._tell_what_preparing_gains(candidate)
+        tell_what_preparing_gains(candidate, self._candidates, self._session.settings.margin)
         every = self._session.settings.verify_every
         self._runner.install(candidate.program, Proofs(values=False, inputs_too=every is not None))
         self._report.settled = self.settled
@@ -359,20 +360,6 @@ class Tuner:
         self._session.notify(
             Event("choose", self.name, 0.0, {"winner": candidate.name, "settled": self.settled})
         )
-
-    def _tell_what_preparing_gains(self, candidate: Candidate) -> None:
-        """What a call takes without prepared weights, and what it saves with them."""
-        assert candidate.program is not None
-        sets, told = candidate.program.sets, candidate.told
-        if sets is None or not told.latency_us:
-            return
-        speedup = told.speedup
-        for other in self._candidates:
-            if speedup is None and other.name == "eager" and other.told.latency_us:
-                speedup = other.told.latency_us / told.latency_us
-        if speedup is not None:
-            sets.share = max(1 - 1 / speedup, self._session.settings.margin)
-            sets.without_s = 1e-6 * told.latency_us * speedup
 
     def _run_eager(self) -> None:
         """No candidate is right: the captured graph runs op by op."""
@@ -409,7 +396,3 @@ def _compiled(
     alive = tuner()
     if alive is not None:
         alive.compiled(candidate, token, result, seconds)
-
-
-def _is_inference(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_inference()
