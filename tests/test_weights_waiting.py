@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -9,9 +11,16 @@ import fuseboard
 from fuseboard.contracts import Measurement
 from fuseboard.lower import weights as weights_module
 from fuseboard.lower.weights import WeightSets
-from tests.support.backends import compiled, last_graph, observing, plugged
+from tests.support.backends import compiled, last_graph, ledger, observing, plugged
 from tests.support.values import assert_same
 from tests.support.weights import Linear, Scaled, assert_equal, hoisting_by, overwrite
+
+
+@pytest.fixture(autouse=True)
+def _own_sets(monkeypatch):
+    """What other tests compiled may still live."""
+    ledger.clear()
+    monkeypatch.setattr(weights_module, "_all_sets", weakref.WeakSet())
 
 
 class Slow:

@@ -8,6 +8,7 @@ FuseboardError
 │   └── ContractError    it answered, but the answer breaks the hook's contract
 │       └── WrongValues  a lowered region computes something else than the graph says
 ├── LoweringError        a backend claimed a region and can't compile it (plugins raise this)
+├── NotEnoughMemory      what is prepared from weights would take too much of the free memory
 ├── CostsError           a file of measured choices can't be read, written or taken over
 ├── RankError            the ranks of a distributed job don't agree, or one doesn't answer
 ├── RegionError          a region failed and the policy is to raise; chained to the cause
@@ -60,6 +61,10 @@ class WrongValues(ContractError):
 
 class LoweringError(FuseboardError):
     """A backend claimed a region but can't compile it. Plugins raise this from ``lower``."""
+
+
+class NotEnoughMemory(FuseboardError):
+    """What is prepared from weights would take more of the free memory than ``prepare_memory``."""
 
 
 class CostsError(FuseboardError):

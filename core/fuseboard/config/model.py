@@ -185,6 +185,14 @@ class Settings(BaseModel):
         "How many sets of weights one compiled graph keeps prepared values for.",
         ge=1,
     )
+    prepare_memory: float = _setting(
+        0.5,
+        "a number from 0 to 1",
+        "The share of the free memory that may be taken by what a backend prepares from weights. "
+        "One that needs more is left out, and the report says so.",
+        ge=0,
+        le=1,
+    )
     verify: str = _setting(
         "choice",
         "'choice', 'always', 'always:N' with N from 1, 'off'",

@@ -122,7 +122,7 @@ class Program:
         if not functions:
             return None
         prepare = Spanned(run_prepare(functions), f"prepare {self.board.report.name}")
-        return WeightSets(prepare, self.board.session.settings.max_weight_sets)
+        return WeightSets.of(prepare, self.board.session.settings)
 
     # --- the functions --------------------------------------------------------------------------
 

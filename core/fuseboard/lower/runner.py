@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Stage
-from fuseboard.errors import WrongValues
+from fuseboard.errors import NotEnoughMemory, WrongValues
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
@@ -188,6 +188,11 @@ class Runner:
             results = self.eager()(list(inputs))
         except Exception as users_own:
             raise users_own from None
+        if isinstance(error, NotEnoughMemory):
+            for code in lowered:
+                if code.prepare is not None:
+                    self._contain(code, error, "eager")
+            return results
         if number < 0:
             number = self._failed_prepare(lowered, inputs)
         if not 0 <= number < len(lowered):

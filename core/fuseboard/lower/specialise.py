@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard import torch_symbols
 from fuseboard.board import Session
+from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed, Event, Region
 from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
@@ -162,7 +163,7 @@ class Specialised:
         expected = _outputs(made.graph)
         told = RegionReport(region.name, region.backend, {})
         lowered = self._lower(region, told)
-        code = _from_region_inputs(made, lowered, self._session.settings.max_weight_sets)
+        code = _from_region_inputs(made, lowered, self._session.settings)
         entry = code
         if self._session.settings.verify != "off":
             entry = _FirstCall(self, key, region, code, expected)
@@ -264,13 +265,13 @@ def _outputs(graph: GraphModule) -> tuple[Any, ...]:
     return tuple(n.meta["val"] if isinstance(n, Node) else n for n in output.args[0])
 
 
-def _from_region_inputs(made: StaticGraph, lowered: Code, max_weight_sets: int) -> Boxed:
+def _from_region_inputs(made: StaticGraph, lowered: Code, settings: Settings) -> Boxed:
     """Static code as a function of the symbolic region's inputs."""
     source = Source()
     kept = [f"args[{made.keeps[i]}]" for i in lowered.keeps]
     if lowered.prepare is not None:
         uses = tuple(range(len(lowered.uses)))
-        sets = WeightSets(run_prepare([(lowered.prepare, uses)]), max_weight_sets)
+        sets = WeightSets.of(run_prepare([(lowered.prepare, uses)]), settings)
         sets.version_of = any_version  # weights may be inference tensors
         weights = "".join(f"args[{made.keeps[i]}], " for i in lowered.uses)
         source.line(f"prepared = {source.bind(sets.values_for, 'values_for')}(({weights}))")

@@ -21,6 +21,7 @@ weights do, what is lost is at most twice what it would be if one knew.
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import threading
 import time
@@ -33,6 +34,9 @@ from typing import Any
 import torch
 
 from fuseboard import torch_internals
+from fuseboard.config.model import Settings
+from fuseboard.errors import NotEnoughMemory
+from fuseboard.lower.spare_memory import why_no_room
 
 #: Bytes are read at this many places of a tensor.
 SAMPLES = 3
@@ -144,9 +148,15 @@ class WeightSets:
     :ivar prepare_s: what preparing takes, in seconds; 0 until it was done.
     :ivar without_s: what a call without takes, in seconds; 0 while it isn't known.
     :ivar share: of that, what a call with prepared values saves.
+    :param why_no_room: why nothing may be prepared from some weights at present; "" if it may.
     """
 
-    def __init__(self, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], limit: int) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[Sequence[Any]], tuple[Any, ...]],
+        limit: int,
+        why_no_room: Callable[[Sequence[torch.Tensor]], str] = lambda _: "",
+    ) -> None:
         self.last = _EMPTY
         self.version_of = version_of
         self.prepare_s = 0.0
@@ -154,11 +164,20 @@ class WeightSets:
         self.share = 1.0
         self._prepare = prepare
         self._limit = limit
+        self._why_no_room = why_no_room
         self._patience = 1
         self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()
         self._waits: OrderedDict[tuple[int, ...], _Wait] = OrderedDict()
         self._lock = threading.RLock()
         _all_sets.add(self)
+
+    @classmethod
+    def of(
+        cls, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], settings: Settings
+    ) -> WeightSets:
+        """As the settings have it."""
+        room = functools.partial(why_no_room, settings.prepare_memory)
+        return cls(prepare, settings.max_weight_sets, room)
 
     def values_for(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The values for these weights: those of the last call if nothing has changed."""
@@ -173,7 +192,10 @@ class WeightSets:
         return self.find(weights)
 
     def find(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """The values for these weights, prepared now if they are new or stale."""
+        """The values for these weights, prepared now if they are new or stale.
+
+        :raises NotEnoughMemory: there is no room for them.
+        """
         values = self._find(weights, may_wait=False)
         assert values is not None
         return values
@@ -198,6 +220,10 @@ class WeightSets:
                 old.drop()
             if may_wait and self._waits_on(addresses, versions):
                 return None
+            if problem := self._why_no_room(weights):
+                if may_wait:
+                    return None
+                raise NotEnoughMemory(problem)
             self._waits.pop(addresses, None)
             entry = self._make(weights, versions, addresses)
             values = entry.values

@@ -19,17 +19,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from fuseboard.config.model import Settings
 from fuseboard.errors import LoweringError
-from fuseboard.lower.caching import Token
+from fuseboard.lower.caching import Deferred, Token
 from fuseboard.lower.failure import describe
 from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import answer_in_child
+from fuseboard.profile.candidates import Candidate
 
 log = logging.getLogger("fuseboard")
 
 #: Comparisons of a graph that may follow each other: what is compiled elsewhere, what only this
-#: process can compile, the composite; and one to spare.
-_ROUNDS = 4
+#: process can compile, what there was no memory for beside others, the composite.
+_ROUNDS = 8
 #: How long the end of a process waits for its child to be gone.
 _END_S = 5.0
 
@@ -65,6 +67,9 @@ class Settling(Protocol):
 
     def settle(self) -> bool:
         """Decide now, on inputs that were kept; False where that needs another call."""
+
+    def compiled(self, candidate: Candidate, token: Token, result: Result, seconds: float) -> None:
+        """Take what was compiled for a candidate, in the worker's thread."""
 
 
 class Worker:
@@ -146,6 +151,23 @@ _unsettled: weakref.WeakSet[Settling] = weakref.WeakSet()
 def add(graph: Settling) -> None:
     """Let :func:`wait` know of a graph."""
     _unsettled.add(graph)
+
+
+def compile_for(graph: Settling, candidate: Candidate, later: Deferred, settings: Settings) -> None:
+    """Have a region of one of a graph's candidates compiled, unless the graph is gone by then."""
+    assert later.request is not None
+    owner = weakref.ref(graph)
+
+    def done(token: Token, result: Result, seconds: float) -> None:
+        alive = owner()
+        if alive is not None:
+            alive.compiled(candidate, token, result, seconds)
+
+    def wanted() -> bool:
+        return owner() is not None
+
+    limit_s, origin = settings.hook_limit_s, settings.origin("hook_limit_s")
+    worker.submit(Job(later.token, later.request, limit_s, origin, done, wanted))
 
 
 def unsettled() -> list[Settling]:

@@ -33,6 +33,7 @@ _SETTINGS = (
     "merge_regions",
     "min_region_us",
     "pin",
+    "prepare_memory",
     "random",
     "repeats",
     "stages",

@@ -55,6 +55,12 @@ class Candidate:
         lost = self.told.state in ("failed", "slower") or bool(self.told.problem)
         return lost and self.program is None
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether it has values that were prepared from weights."""
+        sets = self.program.sets if self.program is not None else None
+        return sets is not None and len(sets) > 0
+
     def lower(self, board: Board, defers: bool) -> list[Deferred]:
         """Lower the regions; what has to be compiled elsewhere first, where something has to.
 

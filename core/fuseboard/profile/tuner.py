@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Stage
-from fuseboard.errors import RegionError
+from fuseboard.errors import NotEnoughMemory, RegionError
 from fuseboard.lower.caching import Token
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.failure import decide, describe, trip
@@ -80,6 +78,8 @@ class Tuner:
         self._chosen: Candidate | None = None
         self._lock = threading.RLock()
         self._due: list[Candidate] = []
+        #: There was no memory for their weights beside those of others, which may lose.
+        self._crowded: list[Candidate] = []
         self._timing = Timing(runner.session, runner.report)
         self._kept = KeptInputs()
         self._call: Boxed = torch.compiler.disable(self._tune)  # Dynamo must not trace it
@@ -156,19 +156,8 @@ class Tuner:
             return False
         if candidate.waiting or candidate.postponed:
             candidate.told.state = "waiting"
-        settings = self._session.settings
-        for later in deferred:
-            assert later.request is not None  # those without one are postponed
-            background.worker.submit(
-                background.Job(
-                    later.token,
-                    later.request,
-                    settings.hook_limit_s,
-                    settings.origin("hook_limit_s"),
-                    partial(_compiled, weakref.ref(self), candidate),
-                    partial(_is_alive, weakref.ref(self)),
-                )
-            )
+        for later in deferred:  # those without a request are postponed
+            background.compile_for(self, candidate, later, self._session.settings)
         return candidate.program is not None
 
     # --- when something has been compiled --------------------------------------------------------
@@ -256,6 +245,7 @@ class Tuner:
 
     def _compare_due(self, inputs: list[Any]) -> None:
         due, self._due = self._due, []
+        self._crowded = []
         order = [c for c in self._candidates if c in due or c is self._chosen]
         proofs = Proofs(values=self._session.settings.verify != "off", references={})
         profiling = self._report.timed("profile")
@@ -272,7 +262,7 @@ class Tuner:
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
                 if not candidate.proven and not self._verify(candidate, inputs, proofs):
-                    if candidate.told.state != "failed":  # eager raises as well
+                    if candidate not in self._crowded and not candidate.out:  # eager raises as well
                         self._due = due
                         self._runner.interrupt(self._call)
                         return
@@ -282,6 +272,7 @@ class Tuner:
             right = [candidate for candidate in order if candidate.proven and not candidate.out]
             proofs.references = None
             winner = self._winner(right, inputs)
+        self._due = self._crowded
         if winner is None:
             self._rest_is_due()
             self._run_eager()
@@ -323,6 +314,12 @@ class Tuner:
             proofs = Proofs(values=False)
         try:
             candidate.program.trial(proofs)(list(inputs))
+        except NotEnoughMemory as error:
+            if any(c.holds_weights for c in self._candidates if c is not self._chosen):
+                self._crowded.append(candidate)
+            else:
+                candidate.drop("untried", str(error))
+            return False
         except Exception as error:  # compiled code may raise anything
             try:
                 self._runner.eager()(list(inputs))
@@ -384,15 +381,3 @@ class Tuner:
             ) from error
         source = next((s for r in candidate.regions for s in r.sources), "")
         trip(self._report, plugin, stage, self.name, error, instead, source)
-
-
-def _is_alive(tuner: weakref.ref[Tuner]) -> bool:
-    return tuner() is not None
-
-
-def _compiled(
-    tuner: weakref.ref[Tuner], candidate: Candidate, token: Token, result: Result, seconds: float
-) -> None:
-    alive = tuner()
-    if alive is not None:
-        alive.compiled(candidate, token, result, seconds)
