@@ -18,8 +18,17 @@ import fuseboard
 from fuseboard.contracts import Measurement
 from fuseboard.lower.caching import Cache
 from fuseboard.profile.choose import choose
-from tests.support.backends import all_trips, compiled, last_graph, ledger, observing, plugged
+from tests.support.backends import (
+    all_trips,
+    claim_ops,
+    compiled,
+    last_graph,
+    ledger,
+    observing,
+    plugged,
+)
 from tests.support.own_op import doubled
+from tests.support.values import assert_same
 
 QUICK = {"compiles_quickly": True}
 
@@ -222,6 +231,24 @@ def test_strides_are_eagers_where_fake_ones_are_not():
     assert states() == {"eager": "chosen", "other": "failed"}
     (trip,) = all_trips()
     assert "output 0 has strides (60, 3, 12, 1), expected (60, 15, 3, 1)" in trip.error
+
+
+def test_strides_between_regions_may_be_the_fake_ones():
+    """The next region was compiled for them; the caller doesn't see them."""
+    x = torch.rand(2, 5, 4, 3).transpose(1, 2)
+
+    def function(x):
+        return torch.nn.functional.logsigmoid(x).contiguous().sin()
+
+    with (
+        plugged("other", call=restrided, claim=claim_ops("log_sigmoid_forward")),
+        plugged("next", claim=claim_ops("sin", "clone")),
+    ):
+        fn = compiled(function, "other", "next", policy="priority", min_region_us=0.0)
+        with torch.no_grad():
+            assert_same(fn(x), function(x))
+    assert [region.backend for region in last_graph().regions] == ["other", "next"]
+    assert not all_trips()
 
 
 def restrided(eager_call, region):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class CheckedRegion:
     :param code: what isomorphic regions share.
     :param expected: fake values of its outputs.
     :param lower_part: compiles a part of the region as the region was compiled.
+    :param inner: positions of outputs that nothing but other regions reads.
     :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
     """
 
@@ -61,6 +62,7 @@ class CheckedRegion:
         proofs: Proofs,
         key: Any = None,
         lower_part: Callable[[GraphModule], Boxed] | None = None,
+        inner: frozenset[int] = frozenset(),
     ) -> None:
         self._region = region
         self._call = call
@@ -71,6 +73,7 @@ class CheckedRegion:
         self._expected = expected
         self._key = key
         self._lower_part = lower_part
+        self._inner = inner
 
     def __call__(self, args: list[Any], values: Sequence[Any] | None = None) -> Sequence[Any]:
         """
@@ -122,7 +125,7 @@ class CheckedRegion:
     def _run(self, graph: GraphModule, inputs: Sequence[Any]) -> Reference | str:
         with torch_internals.real_tensors():
             try:
-                return make_reference(graph, inputs)
+                return replace(make_reference(graph, inputs), inner=self._inner)
             except Exception as error:  # an op may raise anything, in float64 alone or in eager too
                 boxed_function(graph, f"{self._region.name}.eager")(list(inputs))
                 return f"{type(error).__name__}: {error}"

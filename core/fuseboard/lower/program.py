@@ -357,6 +357,7 @@ class Program:
                 proofs,
                 key,
                 lowered.lower_part,
+                self._inner_outputs(site.cut),
             )
             span = partial("verify {}".format, label)
             given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"
@@ -367,6 +368,15 @@ class Program:
         callee = source.bind_apart(call, f"region{number}_{lowered.region.backend}")
         source.spans[callee] = span
         source.line(f"{assign}{callee}({given})", indent)
+
+    def _inner_outputs(self, cut: Cut) -> frozenset[int]:
+        """Positions of a region's outputs that nothing but other regions reads."""
+        outside = {*self.board.results, *self.board.kept}
+        return frozenset(
+            number
+            for number, node in enumerate(cut.outputs)
+            if node not in outside and outside.isdisjoint(node.users)
+        )
 
     def _result(self, source: Source, names: dict[Node, str], cloned: frozenset[int]) -> str:
         items = []

@@ -47,6 +47,7 @@ class Reference:
     :ivar rules: how each output is judged.
     :ivar spreads: how far eager is from float64.
     :ivar notes: what people should know, such as ops that have no float64 kernel.
+    :ivar inner: positions of outputs that nothing but other regions reads.
     :ivar disturbed: how far eager is from float64 at most if each of its ops rounds otherwise.
         Computed when it is first asked for, on the same inputs, which it keeps; empty if it can't.
     """
@@ -56,6 +57,7 @@ class Reference:
     rules: tuple[Rule, ...]
     spreads: tuple[Spread, ...]
     notes: tuple[str, ...] = ()
+    inner: frozenset[int] = frozenset()
     disturbed: Callable[[], tuple[Spread, ...]] = field(default=lambda: (), repr=False)
 
 
