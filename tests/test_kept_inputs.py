@@ -19,6 +19,9 @@ LAYOUTS = {
     "number": rnd(),
     "empty": rnd(0, 3),
     "sparse": torch.eye(3).to_sparse(),
+    "negated": rnd(2, 3, dtype=torch.complex64).conj().imag,
+    "conjugated": rnd(2, 3, dtype=torch.complex64).t().conj(),
+    "both": torch._neg_view(rnd(2, 3, dtype=torch.complex128).conj()),
     "integers": torch.arange(6).view(2, 3),
 }
 
@@ -32,6 +35,7 @@ def test_a_copy_has_the_values_and_the_strides(given):
     torch.testing.assert_close(copy.to_dense(), given.to_dense(), rtol=0, atol=0)
     if given.layout == torch.strided:
         assert copy.stride() == given.stride()
+        assert (copy.is_neg(), copy.is_conj()) == (given.is_neg(), given.is_conj())
         if given.numel():
             assert copy.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
 

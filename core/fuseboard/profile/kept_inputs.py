@@ -49,12 +49,19 @@ def _as_it_is(value: Any) -> Any:
 
 
 def strided_copy(value: Any) -> Any:
-    """A copy with the same strides: gaps and repeated elements, which ``clone`` leaves out."""
+    """A copy with the same strides: gaps and repeated elements, which ``clone`` leaves out.
+
+    Lazily conjugated and negated ones stay so: a compiler may not look at these bits.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
     if value.layout != torch.strided:
         return value.clone()
+    if value.is_neg():
+        return torch._neg_view(strided_copy(torch._neg_view(value)))
+    if value.is_conj():
+        return strided_copy(value.conj()).conj()
     strides = value.stride()
     # An expanded tensor has one element in several places and takes no copy.
     shape = [1 if stride == 0 else n for n, stride in zip(value.shape, strides, strict=True)]
