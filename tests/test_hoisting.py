@@ -191,7 +191,7 @@ def test_a_backend_that_returns_a_prepared_tensor():
 
 
 def test_inference_tensors_as_weights(hoisting):
-    """They have no version: samples alone tell, for whole-tensor writes."""
+    """They have no version, so nothing is kept that was prepared from them."""
     kind, backend = hoisting
     with torch.inference_mode():
         model = kind()
@@ -201,6 +201,13 @@ def test_inference_tensors_as_weights(hoisting):
         check(model, fn)
         model.weight = nn.Parameter(rnd(*model.weight.shape, seed=5))
         check(model, fn)
+        for row in range(7):  # samples would miss some
+            model.weight[row].mul_(-3)
+            check(model, fn)
+            model.bias[row] += 1
+            check(model, fn)
+    (note,) = [note for note in last_graph().notes if "inference tensors" in note]
+    assert note.startswith("nothing is prepared from 2 weights")
 
 
 def test_inference_tensors_after_ordinary_ones():
@@ -216,6 +223,7 @@ def test_inference_tensors_after_ordinary_ones():
                     assert_same(fn(model, model.inputs()), model(model.inputs()))
                 with torch.inference_mode():
                     model.weight.add_(1)
+                    model.weight[3].mul_(-3)
 
 
 @pytest.mark.parametrize(

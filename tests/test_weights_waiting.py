@@ -10,7 +10,7 @@ import torch
 import fuseboard
 from fuseboard.contracts import Measurement
 from fuseboard.lower import weights as weights_module
-from fuseboard.lower.weights import WeightSets
+from fuseboard.lower.weights import WeightSets, any_version
 from tests.support.backends import compiled, last_graph, ledger, observing, plugged
 from tests.support.values import assert_same
 from tests.support.weights import Linear, Scaled, assert_equal, hoisting_by, overwrite
@@ -90,6 +90,21 @@ def test_weights_that_never_rest_are_never_prepared_again():
     assert slow.times == 1
 
 
+def test_what_was_prepared_from_inference_tensors_serves_no_other_call():
+    """They don't tell when they change."""
+    slow = Slow()
+    slow.sets.version_of = any_version
+    with torch.inference_mode():
+        weights = (torch.ones(3), torch.ones(3))
+    assert slow.calls(weights, 100) == "p" + "w" * 99
+    assert slow.sets.untold
+    assert slow.calls((torch.ones(3),), 11) == "w" * 9 + "pp"
+    assert not slow.sets.untold
+    slow.sets.without_s = 1e3  # a call saves what preparing takes
+    assert slow.calls(weights, 5) == "p" * 5
+    assert slow.times == 7
+
+
 def test_a_new_set_waits_by_itself():
     """A second module instance; the first one's values stay."""
     slow, first, second = Slow(), (torch.ones(3),), (torch.ones(3),)
@@ -130,8 +145,8 @@ def test_calls_without_see_every_change(how):
         with torch.no_grad():
             for _ in range(2):
                 assert_equal(fn(x), model(x))
-            fuseboard.refresh(model)
             (sets,) = _sets_of(model)
+            fuseboard.refresh(model)
             sets.prepare_s, sets.without_s = 1e6, 0.0
             for _ in range(3):
                 overwrite(model)
@@ -149,7 +164,10 @@ def _sets_of(model) -> list[WeightSets]:
     return [
         sets
         for sets in list(weights_module._all_sets)
-        if any(model.weight.data_ptr() in addresses for addresses in sets._entries)
+        if any(
+            model.weight.data_ptr() in addresses and not entry.dropped  # another one's, long gone
+            for addresses, entry in sets._entries.items()
+        )
     ]
 
 

@@ -180,7 +180,13 @@ class Pipeline:
             wishes = wanted.resolve(claims)
             report.notes.extend(wishes.notes)
         roles = torch_internals.input_roles()
-        return Work(graph, captured, kind, report, roles, counter, kept, claims, wishes)
+        untold = self._untold(len(graph.graph.find_nodes(op="placeholder")))
+        if kind == "inference" and roles.static & untold:
+            report.notes.append(
+                f"nothing is prepared from {len(roles.static & untold)} weights that are inference "
+                "tensors: these don't tell when they change"
+            )
+        return Work(graph, captured, kind, report, roles, counter, kept, claims, wishes, untold)
 
     def _cut(self, work: Work, plan: Plan) -> Draft:
         merge = self.session.settings.merge_regions
@@ -298,13 +304,26 @@ class Pipeline:
         self, placeholders: Sequence[Node], fixed: Collection[int]
     ) -> dict[Node, torch.Tensor]:
         """The real tensors behind some placeholders, where each of Dynamo's inputs is one."""
-        if len(placeholders) != len(self.example_inputs) or torch_internals.inputs_were_changed():
-            return {}
+        real = self._inputs_of(len(placeholders))
         return {
-            placeholders[i]: self.example_inputs[i]
+            placeholders[i]: real[i]
             for i in fixed
-            if isinstance(self.example_inputs[i], torch.Tensor)
+            if i < len(real) and isinstance(real[i], torch.Tensor)
         }
+
+    def _untold(self, number: int) -> frozenset[int]:
+        """Positions of the inputs that are inference tensors, as far as known."""
+        return frozenset(
+            i
+            for i, value in enumerate(self._inputs_of(number))
+            if isinstance(value, torch.Tensor) and value.is_inference()
+        )
+
+    def _inputs_of(self, number: int) -> Sequence[Any]:
+        """Dynamo's real inputs, where they are those of a graph of so many; else none."""
+        if number != len(self.example_inputs) or torch_internals.inputs_were_changed():
+            return ()
+        return self.example_inputs
 
     def _notify(self, name: str, report: GraphReport, seconds: float, **details: Any) -> None:
         self.session.notify(Event(name, report.name, seconds, details))

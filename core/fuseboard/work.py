@@ -27,6 +27,7 @@ class Work:
 
     :ivar captured: as AOTAutograd gave it; ``graph`` is fused.
     :ivar kept: the board's own nodes, with reasons.
+    :ivar untold: positions of inputs that are inference tensors, which don't tell of changes.
     """
 
     graph: GraphModule
@@ -38,11 +39,14 @@ class Work:
     kept: Mapping[Node, str]
     claims: Claims
     wishes: Wishes
+    untold: frozenset[int] = frozenset()
 
     @property
     def fixed(self) -> frozenset[int]:
-        """Positions of the inputs that are weights and that the call doesn't write to."""
-        return frozenset() if self.kind == "backward" else self.roles.static - self.roles.mutated
+        """Positions of the inputs that are weights, unchanged until they tell otherwise."""
+        if self.kind == "backward":
+            return frozenset()
+        return self.roles.static - self.roles.mutated - self.untold
 
 
 @dataclass(frozen=True)

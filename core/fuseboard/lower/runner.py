@@ -116,9 +116,11 @@ class Runner:
         """A call whose weights aren't prepared, and it isn't worth preparing them yet."""
         if not self._told_of_change:
             self._told_of_change = True
+            takes = f"the {sets.prepare_s:.2g} s that preparing them again takes"
             self.report.notes.append(
-                "weights change between calls: eager runs until what that loses comes to the "
-                f"{sets.prepare_s:.2g} s that preparing them again takes"
+                f"weights are inference tensors, which tell no change: eager runs, to save {takes}"
+                if sets.untold
+                else f"weights change between calls: eager runs until it has lost {takes}"
             )
         start = time.perf_counter()
         results = self.uncompiled(inputs)

@@ -10,7 +10,8 @@ What is noticed: ``optimizer.step``, ``load_state_dict`` with and without ``assi
 and every other in-place op (versions); a replaced parameter or submodule, ``.data =`` (addresses);
 ``.data.copy_`` and other writes to a whole tensor that bump no version (samples). Not noticed: a
 write through ``.data`` to part of a tensor that misses the samples; call
-:func:`refresh` after one.
+:func:`refresh` after one. Inference tensors have no versions, so any write to part of one would go
+unseen: what was prepared from them serves the call that prepared it, and no other.
 
 Preparing takes time, and pays if enough calls follow before the weights change again, which nobody
 knows. So it is with skis: they are rented until the rents come to their price, then bought. Calls
@@ -58,13 +59,19 @@ _WORDS: dict[int, Any] = {
     8: ctypes.c_uint64,
 }
 
-version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+Version = Callable[[torch.Tensor], "int | Untold"]
+
+version_of: Version = operator.attrgetter("_version")
 address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
-def any_version(weight: torch.Tensor) -> int:
-    """The version of a tensor that may be an inference tensor, which has none."""
-    return 0 if weight.is_inference() else weight._version
+class Untold:
+    """The version of an inference tensor, which has none: unlike every other."""
+
+
+def any_version(weight: torch.Tensor) -> int | Untold:
+    """The version of a tensor that may be an inference tensor."""
+    return Untold() if weight.is_inference() else weight._version
 
 
 class Samples:
@@ -109,7 +116,7 @@ class Entry:
 
     def __init__(
         self,
-        versions: tuple[int, ...] | None,
+        versions: tuple[int | Untold, ...] | None,
         addresses: tuple[int, ...],
         samples: Samples,
         values: tuple[Any, ...],
@@ -136,7 +143,7 @@ class Entry:
 class _Wait:
     """A set of weights that calls run without, until it is worth preparing."""
 
-    versions: tuple[int, ...]
+    versions: tuple[int | Untold, ...]
     lost_s: float = 0.0
 
 
@@ -148,6 +155,7 @@ class WeightSets:
     :ivar prepare_s: what preparing takes, in seconds; 0 until it was done.
     :ivar without_s: what a call without takes, in seconds; 0 while it isn't known.
     :ivar share: of that, what a call with prepared values saves.
+    :ivar untold: the last call without had inference tensors among its weights.
     :param why_no_room: why nothing may be prepared from some weights at present; "" if it may.
     """
 
@@ -158,10 +166,11 @@ class WeightSets:
         why_no_room: Callable[[Sequence[torch.Tensor]], str] = lambda _: "",
     ) -> None:
         self.last = _EMPTY
-        self.version_of = version_of
+        self.version_of: Version = version_of
         self.prepare_s = 0.0
         self.without_s = 0.0
         self.share = 1.0
+        self.untold = False
         self._prepare = prepare
         self._limit = limit
         self._why_no_room = why_no_room
@@ -236,7 +245,7 @@ class WeightSets:
             self.last = entry
             return values
 
-    def _waits_on(self, addresses: tuple[int, ...], versions: tuple[int, ...]) -> bool:
+    def _waits_on(self, addresses: tuple[int, ...], versions: tuple[int | Untold, ...]) -> bool:
         """Whether calls with these weights haven't lost enough yet; notes what this one loses."""
         wait = self._waits.pop(addresses, None)
         if wait is None or wait.versions != versions:
@@ -244,6 +253,7 @@ class WeightSets:
         wait.lost_s += self.without_s * self.share
         if wait.lost_s >= self.prepare_s * self._patience:
             return False
+        self.untold = any(isinstance(version, Untold) for version in versions)
         self._waits[addresses] = wait
         while len(self._waits) > _WAITS:
             self._waits.popitem(last=False)
@@ -260,7 +270,7 @@ class WeightSets:
     def _make(
         self,
         weights: tuple[torch.Tensor, ...],
-        versions: tuple[int, ...],
+        versions: tuple[int | Untold, ...],
         addresses: tuple[int, ...],
     ) -> Entry:
         entry = Entry(versions, addresses, Samples(weights), ())
