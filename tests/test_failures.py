@@ -318,6 +318,52 @@ def test_an_exception_outside_the_graph():
     assert_same(fn(-torch.ones(3) * 2), h(-torch.ones(3) * 2))
 
 
+def _writes_to_a_weight(weight, x):
+    """Torch's error about views, where ``x`` is a detached view of ``weight``."""
+    with torch.no_grad():
+        weight.add_(1)
+    return x + 1, weight * 2
+
+
+def _replaces_the_data(x):
+    y = x.sin()
+    x.data = torch.ones(3)
+    return x + y
+
+
+REFUSED = {
+    "weight and its detached view": (
+        _writes_to_a_weight,
+        lambda weight: (weight, weight.detach()[:3]),
+    ),
+    "data": (_replaces_the_data, lambda weight: (weight.detach()[0, :3].clone(),)),
+}
+
+
+@pytest.mark.parametrize(("function", "inputs"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_graph_that_aotautograd_refuses(function, inputs):
+    """Dynamo's own graph runs, and the report says why."""
+    with plugged() as backend:
+        fn = compiled(function, backend)
+        one, other = (nn.Parameter(rnd(4, 3)) for _ in range(2))
+        for _ in range(2):
+            given, wanted = inputs(one), inputs(other)
+            assert_same(fn(*given), function(*wanted))
+            assert_same(given, wanted)
+        assert_same(one, other)
+        (trip,) = all_trips()
+        assert (trip.plugin, trip.stage) == ("AOTAutograd", "capture")
+        assert trip.instead == "Dynamo's own graph"
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"RegionError.* stage 'capture'.*on_failure='raise'"):
+            compiled(function, backend, on_failure="raise")(*inputs(one))
+
+
+def test_the_boards_own_errors_are_raised_while_aotautograd_runs():
+    with plugged(claim=raising) as backend, pytest.raises(Exception, match=r"RegionError.*'claim'"):
+        compiled(f, backend, on_failure="raise")(rnd(3, 4))
+
+
 def test_a_keyboard_interrupt_is_not_contained():
     """The user means it."""
 

@@ -39,18 +39,28 @@ def fuseboard(
     session = board.session(resolve(options, mode))
     capture = _Capture(session, graph)
     with torch_internals.without_donated_buffers(), capture.knowing(example_inputs):
-        compiled = torch_internals.aot_autograd(
+        aot = torch_internals.aot_autograd(
             fw_compiler=partial(capture.compile, kind="forward"),
             bw_compiler=partial(capture.compile, kind="backward"),
             inference_compiler=partial(capture.compile, kind="inference"),
-            partition_fn=capture.pipeline.partition_joint,
+            partition_fn=capture.partition_joint,
             decompositions=capture.decompositions(example_inputs),
-        )(graph, example_inputs)
+        )
+        try:
+            compiled = aot(graph, example_inputs)
+        except Exception as error:  # AOTAutograd's ways to refuse a graph are many
+            if capture.was_compiling or torch_internals.is_dynamos(error):
+                raise
+            capture.pipeline.contain_refused_graph(error)
+            return graph.forward
     return capture.guard_overlap(capture.whole_step(compiled), example_inputs)
 
 
 class _Capture:
-    """One call of the backend."""
+    """One call of the backend.
+
+    :ivar was_compiling: whether the board's own stages ran when AOTAutograd ended, not its code.
+    """
 
     def __init__(self, session: Session, graph: GraphModule) -> None:
         self.session = session
@@ -60,6 +70,7 @@ class _Capture:
         wishes = session.settings.pin or session.settings.exclude
         pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, torch_internals.frame_name(), pins)
+        self.was_compiling = False
         self._mutated: frozenset[int] = frozenset()
 
     @contextmanager
@@ -79,7 +90,16 @@ class _Capture:
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:
         if kind != "backward":
             self._mutated = torch_internals.input_roles().mutated
-        return self.pipeline.compile(graph, inputs, kind)
+        self.was_compiling = True
+        boxed = self.pipeline.compile(graph, inputs, kind)
+        self.was_compiling = False
+        return boxed
+
+    def partition_joint(self, *args: Any, **keywords: Any) -> tuple[GraphModule, GraphModule]:
+        self.was_compiling = True
+        parts = self.pipeline.partition_joint(*args, **keywords)
+        self.was_compiling = False
+        return parts
 
     def decompositions(self, example_inputs: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
         """The level to capture at: what the first backend in order that takes the graph wants.

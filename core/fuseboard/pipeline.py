@@ -84,6 +84,16 @@ class Pipeline:
         """
         self._tripped(self._at_capture, plugin, "capture", error, "the next backend's level")
 
+    def contain_refused_graph(self, error: Exception) -> None:
+        """AOTAutograd can't capture the graph, which then runs as Dynamo has it.
+
+        :raises RegionError: the policy is to raise.
+        """
+        report = self._report("inference")
+        ledger.add(report)
+        self._tripped(report, "AOTAutograd", "capture", error, "Dynamo's own graph")
+        emit(report)
+
     def partition_joint(
         self,
         joint: GraphModule,

@@ -78,6 +78,17 @@ def inputs_were_changed() -> bool:
     return metadata is None or bool(tokens) or subclasses_were_unwrapped(context)
 
 
+def is_dynamos(error: Exception) -> bool:
+    """Whether Dynamo itself knows what to do after an error: trace again, or break the graph.
+
+    Read in ``torch/_dynamo/output_graph.py`` (``call_user_compiler``) and ``exc.py`` of torch 2.13.
+    """
+    from torch._dynamo import exc
+
+    fallbacks = getattr(exc, "exceptions_allowed_to_be_fallback", ())
+    return isinstance(error, (exc.TorchDynamoException, *fallbacks))
+
+
 def autocast_is_on() -> bool:
     """For any kind of device. Not to be asked while AOTAutograd runs: it switches it off."""
     return torch._C._is_any_autocast_enabled()
