@@ -361,6 +361,28 @@ def test_a_pool_keeps_what_is_not_a_number(given, dilation):
     assert share() == 1
 
 
+def test_the_default_device_of_the_caller_is_no_matter():
+    """Results, sessions and copies are in the CPU's memory, which is where they are computed."""
+    block, x = Block().eval(), rnd(3, 5, 24)
+
+    def function(x):
+        return block(x).transpose(0, 1), x.size(0) * block(x.transpose(0, 1))
+
+    fn = through(function)
+    with torch.no_grad():
+        want = function(x)
+        for _ in range(2):
+            with torch.device("meta"):
+                got = fn(x)
+            torch.testing.assert_close(got, want)
+            assert [*map(strides, got)] == [*map(strides, want)]
+        block.up.weight.mul_(2)
+        want = function(x)
+        with torch.device("meta"):
+            torch.testing.assert_close(fn(x), want)
+    assert share() == 1
+
+
 def test_an_index_out_of_range_raises_as_in_eager():
     """Too large, and negative ones that ONNX would count from the end."""
     embedding = nn.Embedding(5, 3)

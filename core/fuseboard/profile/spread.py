@@ -103,7 +103,9 @@ def spread_of(eager: Any, precise: Any, relative: bool = False) -> Spread:
     if not isinstance(eager, torch.Tensor):
         if not isinstance(eager, float | complex):
             return Spread(mismatches=int(eager != precise))
-        eager, precise = (torch.tensor(value, dtype=torch.float64) for value in (eager, precise))
+        eager, precise = (
+            torch.tensor(value, dtype=torch.float64, device="cpu") for value in (eager, precise)
+        )
     if eager.shape != precise.shape:
         return Spread()
     if not (eager.is_floating_point() or eager.is_complex()):

@@ -106,7 +106,8 @@ def _against(reference: Reference, number: int, got: Any, disturbed: Spread) -> 
             right = got in (eager, precise) or max(spread.mismatches, disturbed.mismatches) > 0
             return "" if right else f"is {got}, eager has {eager}"
         eager, got, precise = (
-            torch.tensor(value, dtype=torch.float64) for value in (eager, got, precise)
+            torch.tensor(value, dtype=torch.float64, device="cpu")
+            for value in (eager, got, precise)
         )
     if eager.numel() == 0:
         return ""

@@ -73,7 +73,7 @@ def _candidates(
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
 
     with _ops.real_tensors():
         x, state = random(*sizes), random(1, sizes[1], hidden)

@@ -171,11 +171,11 @@ def _convolutions(shape: ConvolutionShape) -> dict[str, Callable[[], Any]]:
     generator = torch.Generator().manual_seed(0)
     arguments = (shape.padding, shape.stride, shape.dilation, shape.groups)
     with _ops.real_tensors():
-        x = torch.randn(shape.x, generator=generator).to(shape.dtype)
-        weight = torch.randn(shape.weight, generator=generator).to(shape.dtype)
+        x = torch.randn(shape.x, generator=generator, device="cpu").to(shape.dtype)
+        weight = torch.randn(shape.weight, generator=generator, device="cpu").to(shape.dtype)
         reorder = torch.ops.mkldnn._reorder_convolution_weight.default
         prepared = reorder(weight, *arguments, shape.x)
-        statistics = torch.ones(shape.weight[0], dtype=shape.dtype)
+        statistics = torch.ones(shape.weight[0], dtype=shape.dtype, device="cpu")
     pointwise = torch.ops.mkldnn._convolution_pointwise.default
     padding, stride, dilation, groups = arguments
     convolve: Callable[..., torch.Tensor] = torch.conv2d if x.dim() == 4 else torch.conv3d
@@ -203,7 +203,7 @@ def candidates(
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator).to(shape.dtype)
+        return torch.randn(sizes, generator=generator, device="cpu").to(shape.dtype)
 
     n = max(1, min(shape.n, LARGEST_WEIGHT // shape.k))
     m = max(1, min(shape.m, LARGEST_WORK // (shape.k * n)))

@@ -103,10 +103,10 @@ def _candidates(
     operator = _ops.transposed_convolution()
     reads_last, gives_last = layouts
     with _ops.real_tensors():
-        x = torch.randn(x_shape, generator=generator).to(dtype)
+        x = torch.randn(x_shape, generator=generator, device="cpu").to(dtype)
         if reads_last:
             x = x.to(memory_format=_LAST[x.dim()])
-        weight = torch.randn(weight_shape, generator=generator).to(dtype)
+        weight = torch.randn(weight_shape, generator=generator, device="cpu").to(dtype)
         reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight.default
         packed = reorder(weight, *arguments, list(x_shape))
     eagers: Callable[..., torch.Tensor] = (

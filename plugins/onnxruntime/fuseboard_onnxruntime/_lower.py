@@ -58,7 +58,7 @@ class Plan:
             weight = by_position[spec.position].detach()
             values.append(weight if spec.order is None else weight.permute(spec.order))
         names = [spec.name for spec in given]
-        handle: Any = torch.zeros(1)
+        handle: Any = torch.zeros(1, device="cpu")
         handle.session = make_session(self._model, self._options, values, names)
         return handle  # type: ignore[no-any-return]
 

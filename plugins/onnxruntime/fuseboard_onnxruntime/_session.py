@@ -129,7 +129,7 @@ class Runner:
         for spec, kind in self._inputs:
             value = args[spec.position]
             if spec.number:
-                value = torch.tensor(value)
+                value = torch.tensor(value, device="cpu")
             elif spec.order is not None:
                 value = value.permute(spec.order).contiguous()
             else:
@@ -144,7 +144,7 @@ class Runner:
                 made.append(None)
                 continue
             shape = next(shapes) if sizes else output.shape
-            result = torch.empty(shape, dtype=TORCH_TYPES[output.onnx_type])
+            result = torch.empty(shape, dtype=TORCH_TYPES[output.onnx_type], device="cpu")
             made.append(result)
             address = result.data_ptr() or _SOMEWHERE
             kind = self._types[output.onnx_type]
@@ -176,5 +176,5 @@ def _finished(
 def _strided(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A copy with other strides; what is expanded (stride 0) is there once."""
     once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
-    memory = torch.empty_strided(once.shape, strides, dtype=value.dtype).copy_(once)
+    memory = torch.empty_strided(once.shape, strides, dtype=value.dtype, device="cpu").copy_(once)
     return memory.as_strided(value.shape, strides)

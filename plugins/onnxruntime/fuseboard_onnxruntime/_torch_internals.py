@@ -154,7 +154,7 @@ def _example(node: Node) -> Any:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def _searched(extern: Extern, workload: Workload, seconds: float, threads: int) 
     given = [tensors[place].view(shape) for place, shape in places]
     result = extern.results[0]
     assert result is not None
-    out = torch.empty(result[0], dtype=tensors[0].dtype)
+    out = torch.empty(result[0], dtype=tensors[0].dtype, device="cpu")
     found = _search.search(workload, seconds, [*given, out], _engine.target(threads))
     if found.call is None:
         return None
@@ -154,7 +154,7 @@ def _tensors(extern: Extern) -> list[torch.Tensor]:
     """Made-up values for what a call reads."""
     source = torch.Generator().manual_seed(0)
     return [
-        torch.randn(one.shape, dtype=getattr(torch, one.dtype), generator=source)
+        torch.randn(one.shape, dtype=getattr(torch, one.dtype), generator=source, device="cpu")
         for one in extern.inputs
     ]
 
