@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fuseboard import torch_internals
+from fuseboard import mixed_norms, torch_internals
 from fuseboard.board import Session, board
 from fuseboard.config import resolve
 from fuseboard.contracts import Boxed
@@ -110,6 +110,7 @@ class _Capture:
             isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
         )
         kind = "joint" if training else "inference"
+        own = mixed_norms.decompositions() if training else {}
         for info in self.session.backends:
             if training and not info.training:
                 continue
@@ -123,8 +124,8 @@ class _Capture:
             except (PluginError, LoweringError) as error:
                 self.pipeline.contain_at_capture(info.name, error)
                 continue
-            return dict(table or {})
-        return {}
+            return {**own, **(table or {})}
+        return own
 
     def whole_step(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """In training, let the faster of what was compiled and Dynamo's own graph run the calls."""
