@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 import fuseboard
 from fuseboard.contracts import Measurement
+from fuseboard.profile import background
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
 
@@ -118,6 +119,20 @@ def test_what_was_compiled_runs_where_it_is_faster_as_a_whole():
     asked, calls = trained(COMPILED)
     assert (asked, calls) == (3, 4)
     assert any("what was compiled runs" in note for note in last_graph("forward").notes)
+
+
+def test_after_a_fork_the_parent_s_child_process_is_left_alone(monkeypatch):
+    """A comparison stops what compiles beside it: this process's, which a fork has replaced."""
+    paused = []
+
+    class Worker:
+        def paused(self):
+            paused.append(True)
+            return nullcontext()
+
+    monkeypatch.setattr(background, "worker", Worker())
+    asked, _ = trained(COMPILED)
+    assert len(paused) == asked
 
 
 @pytest.mark.parametrize(("step", "calls"), [(EAGER, 0), (COMPILED, 12)])

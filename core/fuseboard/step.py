@@ -23,7 +23,7 @@ from fuseboard.contracts import Event, Measurement
 from fuseboard.lower.failure import describe
 from fuseboard.lower.specialise import compiling
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
-from fuseboard.profile.background import worker
+from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.choose import choose
 from fuseboard.profile.kept_inputs import strided_copy
@@ -141,7 +141,7 @@ class _Undecided:
             return self._leave(why_not)
         tripped = self._trips()
         try:
-            with compiling, worker.paused(), generators_put_back(), torch.enable_grad():
+            with compiling, background.worker.paused(), generators_put_back(), torch.enable_grad():
                 measured, peaks = self._measure(args)
             why = "something tripped" if self._trips() > tripped else ""
         except Exception as error:  # torch's or a hook's; what was compiled runs on
