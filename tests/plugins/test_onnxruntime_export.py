@@ -92,6 +92,15 @@ def test_the_file_computes_what_the_model_does(script, tmp_path, name):
     torch.testing.assert_close(torch.from_numpy(got), expected)
 
 
+@pytest.mark.parametrize("policy", ["measured", "priority"])
+def test_a_model_is_one_graph_whatever_the_policy(script, tmp_path, monkeypatch, policy):
+    """Under the default policy, too, the model is called once and nothing is measured."""
+    monkeypatch.setenv("FUSEBOARD_POLICY", policy)
+    result = run(script, "mlp", tmp_path / "out.onnx")
+    assert result.exit_code == 0, result.output
+    assert "from eager" in result.output
+
+
 def test_weights_have_their_names(script, tmp_path):
     """As in the state dict; other inputs and the outputs are numbered."""
     run(script, "mlp", tmp_path / "out.onnx")

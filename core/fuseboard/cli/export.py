@@ -90,7 +90,8 @@ def capture(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Captured
     fuseboard.register(_recorder(found), _NAME)
     try:
         options: dict[str, Any] = {"backends": [_NAME, "eager"], "on_failure": "raise"}
-        options.update(hoist=False, min_region_us=0.0)
+        # By priority: to compare the recorder with eager would call it many times.
+        options.update(hoist=False, min_region_us=0.0, policy="priority")
         torch.compiler.reset()
         call: Any = torch.compile(model, backend="fuseboard", dynamic=False, options=options)
         with torch.no_grad():
