@@ -248,6 +248,18 @@ def test_a_plugin_that_cannot_be_imported_leaves_the_others_alone(caplog):
         board.session(resolve({"stages.plan": "broken"}))
 
 
+def test_a_plugin_whose_import_calls_exit_does_not_end_the_program():
+    """It is quarantined like one whose import raises, with what it called."""
+    point = FakeEntryPoint("leaver", SystemExit("needs a license"))
+    board = a_board(point, FakeEntryPoint("quick", backend("quick")))
+    assert names(board) == ["quick", "eager"]
+    (state,) = (state for state in board.states() if state.name == "leaver")
+    assert (state.state, state.reason) == (
+        "quarantined",
+        "its import called sys.exit('needs a license')",
+    )
+
+
 def test_entry_points_are_looked_for_once_and_on_first_use():
     """Making a board costs nothing."""
     asked = []

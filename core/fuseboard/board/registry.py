@@ -45,6 +45,19 @@ class _Pending:
     def state(self, state: State, reason: str) -> PluginState:
         return PluginState(self.name, self.version, self.source, state=state, reason=reason)
 
+    def import_(self) -> object:
+        """The plugin. One that calls ``sys.exit`` doesn't end the user's program.
+
+        :raises RegistrationError: it does.
+        """
+        try:
+            return self.load()
+        except SystemExit as error:
+            code = "" if error.code is None else repr(error.code)
+            raise RegistrationError(
+                f"plugin {self.name!r}: its import called sys.exit({code})"
+            ) from error
+
 
 class Board:
     """A registry of plugins. The process has one, :data:`board`; tests make their own.
@@ -121,7 +134,7 @@ class Board:
 
         try:
             with deadline(limit_s, late):
-                plugin = found.load()
+                plugin = found.import_()
             return self._admit(plugin, found, limit_s)
         except Exception as error:
             text = str(error).removeprefix(f"plugin {found.name!r}").lstrip(":, ")
