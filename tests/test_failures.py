@@ -83,6 +83,15 @@ def test_a_hook_that_fails(hook, lie, said):
     assert {trip.plugin for trip in all_trips()} == {"bad"}
 
 
+def test_a_backend_that_claims_and_cannot_lower():
+    """The trip names the hook that was forgotten."""
+    with plugged("bad", lower=None):
+        check(compiled(f, "bad"), rnd(3, 5))
+    assert [trip.error for trip in all_trips()] == [
+        "LoweringError: bad claims nodes and has no hook fuseboard_lower"
+    ]
+
+
 @pytest.mark.parametrize("lie", [raising, answering(None), answering((3, 4))])
 @pytest.mark.parametrize("hook", ["plan", "partition_joint", "verify", "on_failure"])
 def test_a_stage_that_fails(hook, lie):

@@ -276,6 +276,8 @@ class Lowering:
             self._prepared[region.signature] = prepared
             raise
         if answer is None:
+            if not session.implements(backend, "fuseboard_lower"):
+                raise LoweringError(f"{backend} claims nodes and has no hook fuseboard_lower")
             raise LoweringError(f"{backend} declined the region when it was to be lowered")
         report.notes.extend(answer.notes)
         self._bare[region.signature] = answer, shown
