@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fuseboard
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, claim_ops, compiled, graph_count, last_graph, plugged
 from tests.support.values import assert_same, rnd
@@ -298,3 +299,29 @@ def test_regions_with_symbolic_sizes_get_them_as_inputs():
     assert len(seen) > 1
     assert sum(seen) >= len(seen) - 2  # all but the weights' transposes
     assert len(last_graph().regions) > 2
+
+
+def test_claim_nodes_asks_only_about_what_the_backend_may_get():
+    """Its rule needn't expect sizes, symbolic or undeclared values, nor what the user excludes."""
+    asked = []
+
+    def claim(graph):
+        return fuseboard.claim_nodes(graph, lambda node: asked.append(node.name))
+
+    def f(x, y):
+        return x.sin(), x.exp(), x.double().cos(), y * y.shape[0]
+
+    x, y = rnd(3), rnd(5)
+    torch._dynamo.mark_dynamic(y, 0)
+    info = {"dynamic_shapes": False, "dtypes": frozenset({torch.float32})}
+    with plugged("static", claim=claim, info=info):
+        fn = compiled(f, "static", exclude={"static": ["aten.exp"]})
+        assert_same(fn(x, y), f(x, y))
+    assert asked == ["sin"]
+    declined = {node.op: node.declined["static"] for node in last_graph().nodes if node.declined}
+    assert declined.pop("aten.exp.default").startswith("excluded by exclude.static = 'aten.exp'")
+    assert declined == {
+        "aten._to_copy.default": "dtype torch.float64 isn't supported by static",
+        "aten.cos.default": "dtype torch.float64 isn't supported by static",
+        "aten.mul.Tensor": "symbolic sizes; static has no dynamic shapes",
+    }

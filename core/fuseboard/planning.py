@@ -13,7 +13,7 @@ from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.static import as_in_the_example, is_symbolic
-from fuseboard.partition.claims import arbitrate
+from fuseboard.partition.claims import arbitrate, mark_refused
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
@@ -50,17 +50,20 @@ class Planner:
     ) -> Claims:
         """Each backend's answers, less what the board or the user declines on its behalf."""
         nodes = {node.name: node for node in placed(graph, kept)}
+        own = {node.name: reason for node, reason in kept.items()}
         support = Support(nodes.values())
         claims: Claims = {}
         specialise = self.session.settings.dynamic == "specialise"
         example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
         for info in self.session.backends:
             answers: list[Claim | Decline] = []
+            refused = support.refusals(info, specialise) | dict(excluded.get(info.name, {}))
             if kind != "inference" and not info.training:
                 answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
             else:
                 try:
                     shown = copy_graph(graph if info.dynamic_shapes else example)
+                    mark_refused(shown, own | refused)
                     with watching_guards(self.session, info.name, shown, report.notes):
                         answers = (
                             self.session.call(
@@ -74,7 +77,6 @@ class Planner:
                         )
                 except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
-            refused = support.refusals(info, specialise) | dict(excluded.get(info.name, {}))
             claims[info.name] = arbitrate(answers, refused, nodes)
         return claims
 

@@ -12,6 +12,19 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Claim, Decline
 
+#: In the ``meta`` of a node that the backend doesn't get whatever it answers: the reason.
+_REFUSED = "fuseboard_refused"
+
+
+def mark_refused(graph: GraphModule, refused: Mapping[str, str]) -> None:
+    """Note in a backend's copy of a graph what it doesn't get: ``claim_nodes`` won't ask about it.
+
+    :param refused: node → reason.
+    """
+    for node in graph.graph.nodes:
+        if node.name in refused:
+            node.meta[_REFUSED] = refused[node.name]
+
 
 def claim_nodes(
     graph: GraphModule,
@@ -21,7 +34,9 @@ def claim_nodes(
     """Claim every node that nothing speaks against, as one stretch.
 
     An op that holds graphs of its own (``cond``, ``while_loop``, ``scan``) is asked about, and so
-    is each node in them: what speaks against one of these speaks against the op.
+    is each node in them: what speaks against one of these speaks against the op. Nodes that the
+    backend doesn't get (the board runs them itself, the backend hasn't declared that it can have
+    them, or the user excludes them) aren't asked about.
 
     :param why_not: the reason to decline a ``call_function`` node, or None to claim it.
     :param native: whether the backend runs a claimed node better than eager would.
@@ -31,7 +46,7 @@ def claim_nodes(
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
-        reason = first_reason(node, why_not)
+        reason = node.meta.get(_REFUSED) or first_reason(node, why_not)
         if reason is None:
             claimed.append(node)
         else:
