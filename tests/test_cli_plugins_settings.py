@@ -50,31 +50,38 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_plugins_prints_a_row_for_each(board):
-    """Name, version, stages, devices, state and reason, brackets and all."""
+    """Name, version, stages, devices and state; below them the reasons, brackets and all."""
     result = run("plugins")
     assert result.exit_code == 0
     version = metadata.version("fuseboard")
     rows = cells(result.stdout)
-    assert ["quick", "1.2", "lower", "cpu", "ready", ""] in rows
-    assert ["tvm", "1.2", "", "cpu", "unavailable", "try [tvm] from pip"] in rows
-    assert [
-        "broken",
-        "1.2",
-        "",
-        "",
-        "quarantined",
-        "its import raised ImportError: no libfoo",
-    ] in rows
-    assert ["defaults", version, "partition, profile, events", "", "ready", ""] in rows
+    assert ["quick", "1.2", "lower", "cpu", "ready"] in rows
+    assert ["tvm", "1.2", "", "cpu", "unavailable"] in rows
+    assert ["broken", "1.2", "", "", "quarantined"] in rows
+    assert ["defaults", version, "partition, profile, events", "", "ready"] in rows
+    assert result.stdout.splitlines()[-2:] == [
+        "tvm is unavailable: try [tvm] from pip",
+        "broken is quarantined: its import raised ImportError: no libfoo",
+    ]
+
+
+def test_reasons_are_not_folded(board, monkeypatch):
+    """What they tell to run can be copied from a narrow terminal, or found by grep."""
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = run("plugins").stdout.splitlines()
+    assert "broken is quarantined: its import raised ImportError: no libfoo" in lines
+    assert "│ broken " in "\n".join(lines)
 
 
 def test_plugins_follows_the_settings(board, tmp_path):
     """Order and block of the directory's settings hold."""
     (tmp_path / "fuseboard.toml").write_text('backends = ["eager"]\nblock = ["quick"]\n')
-    rows = cells(run("plugins").stdout)
+    shown = run("plugins").stdout
+    rows = cells(shown)
     assert rows[0][0] == "eager"
     expected = f"named by the setting 'block', set in {tmp_path}/fuseboard.toml"
-    assert next(row[4:] for row in rows if row[0] == "quick") == ["blocked", expected]
+    assert next(row[4] for row in rows if row[0] == "quick") == "blocked"
+    assert f"quick is blocked: {expected}" in shown.splitlines()
 
 
 def test_plugins_as_json(board):

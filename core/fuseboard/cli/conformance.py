@@ -46,7 +46,7 @@ def conformance(
 def _print(results: list[CheckResult]) -> None:
     table = Table()
     for column in ("check", "verdict", "ops that it took", "message"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in ("check", "verdict"))
     for result in results:
         verdict = "declined all" if result.verdict == "declined" else result.verdict
         table.add_row(

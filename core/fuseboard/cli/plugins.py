@@ -21,17 +21,23 @@ def plugins(
     """List the plugins: backends in order of priority, then the others."""
     from fuseboard.board import board
 
-    # The log would say beside the table what its last column says.
+    # The log would say above the table what is said below it.
     logging.getLogger("fuseboard").addHandler(logging.NullHandler())
     states = board.states()
     if as_json:
         print(json.dumps([dataclasses.asdict(state) for state in states], indent=2))
         return
     table = Table()
-    for column in ("name", "version", "stages", "devices", "state", "reason"):
-        table.add_column(column, overflow="fold")
+    for column in ("name", "version", "stages", "devices", "state"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "state"))
     for state in states:
         style = _STYLES[state.state]
         cells = (state.name, state.version, ", ".join(state.stages), ", ".join(state.devices))
-        table.add_row(*map(Text, cells), Text(state.state, style=style), Text(state.reason))
-    Console().print(table)
+        table.add_row(*map(Text, cells), Text(state.state, style=style))
+    console = Console()
+    console.print(table)
+    # Not in a column: a command to copy would be folded.
+    for state in states:
+        if state.reason:
+            told = Text(f"{state.name} is {state.state}", style=_STYLES[state.state])
+            console.print(told.append(f": {state.reason}", "default"), soft_wrap=True)
