@@ -84,6 +84,18 @@ def test_list_as_json(filled, words, keys):
         assert told["decisions"][0] == json.loads(json.dumps(dataclasses.asdict(NEW)))
 
 
+def test_list_where_the_output_has_no_micro_sign(filled):
+    """A character that the encoding lacks is a question mark, not an error."""
+    result = CliRunner(charset="ascii").invoke(app, ["costs", "list"])
+    assert result.exit_code == 0, result.exception
+    assert "10.5 ?s" in result.stdout
+
+
+def test_list_of_a_level_that_is_none(filled):
+    """The levels are told."""
+    assert "'grph': allowed: graph, region, step" in refused("list", "--level", "grph")
+
+
 def test_list_without_a_database(tmp_path, monkeypatch):
     """None is made for it."""
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "none"))
@@ -216,6 +228,13 @@ def test_export_replaces_no_file_by_mistake(filled, tmp_path):
     assert shared.read_text() == "mine"
     costs("export", "--force", str(shared))
     assert json.loads(shared.read_text())["format"] == "fuseboard costs"
+
+
+def test_export_where_there_is_no_directory(filled, tmp_path):
+    """The error names the file that was asked for, not the one that was to become it."""
+    path = tmp_path / "none" / "shared.json"
+    told = f"{path} can't be written: No such file or directory"
+    assert refused("export", str(path)).endswith(told)
 
 
 def test_a_wrong_file_is_refused(filled, tmp_path):

@@ -22,6 +22,7 @@ costs = typer.Typer(
 )
 
 _KEY_SHOWN = 12
+_LEVELS = ("graph", "region", "step")
 _DAY_S = 86_400.0
 
 
@@ -62,6 +63,9 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the decisions, the newest first: what won, how long a call takes, what came second."""
+    if level and level not in _LEVELS:
+        allowed = ", ".join(_LEVELS)
+        raise typer.BadParameter(f"{level!r}: allowed: {allowed}", param_hint="--level")
     database = _database()
     chosen = [
         decision
@@ -79,7 +83,7 @@ def list_(
     if chosen:
         table = Table()
         for column in ("key", "what", "decides", "winner", "a call", "next best", "tried", "made"):
-            table.add_column(column, overflow="fold")
+            table.add_column(column, overflow="fold", no_wrap=column in ("key", "a call"))
         for decision in chosen:
             table.add_row(*_row(decision))
         console.print(table)

@@ -5,6 +5,8 @@ Those modules import what is heavy inside their functions: ``fuseboard --help`` 
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib import import_module, metadata
 from typing import Annotated, Any
 
@@ -51,11 +53,22 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=_Group, no_args_is_help=True, rich_markup_mode="rich")
+def _print_what_can_be_printed() -> None:
+    """A ``?`` for what the output's encoding lacks: ``µs`` mustn't end a command with an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
+
+
+# Without typer's own tracebacks: an error in the user's code, with torch's frames above it, would
+# be hundreds of lines of boxes.
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
 
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -64,6 +77,8 @@ def main(
     ] = False,
 ) -> None:
     """One torch.compile backend into which all the others plug."""
+    if context.invoked_subcommand != "profile":  # whose output is the script's own
+        _print_what_can_be_printed()
 
 
 for _name in COMMANDS:

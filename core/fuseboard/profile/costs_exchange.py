@@ -98,6 +98,11 @@ def _count(told: Imported, there: tuple[Any, ...] | None, given: tuple[Any, ...]
     return True
 
 
+def _why(error: Exception) -> str:
+    """Without the number and the name of a file that the user doesn't know."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -114,7 +119,7 @@ def write_export(
         write(temporary, decisions, records)
         os.replace(temporary, path)
     except (OSError, sqlite3.Error) as error:
-        raise CostsError(f"{path} can't be written: {error}") from error
+        raise CostsError(f"{path} can't be written: {_why(error)}") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -160,7 +165,7 @@ def read_export(path: Path) -> Content:
             start = file.read(len(_SQLITE))
         return _read_sqlite(path) if start == _SQLITE else _read_json(path)
     except (OSError, sqlite3.Error, Unusable) as error:
-        raise CostsError(f"{path} can't be read: {error}") from error
+        raise CostsError(f"{path} can't be read: {_why(error)}") from error
     except Foreign as error:
         raise CostsError(f"{path} is an SQLite database, but not one of fuseboard's") from error
 
