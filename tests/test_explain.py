@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
 import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.contracts import Trip
+from fuseboard.report import words
 from fuseboard.report.data import FusionReport, GraphReport, NodeReport, RegionReport
 from fuseboard.report.explain import elsewhere, explained
-from fuseboard.report.text import as_text
+from fuseboard.report.text import as_text, show
 from tests.support.backends import plugged
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "explain_me.py"
@@ -571,7 +575,7 @@ def bad_import(): import nonsuch
         ("script.py", "SCRIPT_OR_MODULE:FUNCTION"),
         ("scrip.py:train", "Did you mean 'script.py'?"),
         ("script.py:trian", "Did you mean 'train'?"),
-        ("script.py:limit", "is a int, not a function"),
+        ("script.py:limit", "is an int, not a function"),
         ("script.py:needs", "has the parameters x,"),
         ("script.py:net", "has the parameters input, and is called without any"),
         ("script.py:train", "returned None and compiled nothing"),
@@ -586,6 +590,37 @@ def test_a_wrong_target_is_one_clear_error(command, tmp_path, target, told):
     assert result.exit_code == 2
     assert told in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_narrow_terminal_folds_lines_and_not_columns():
+    """Below 72 columns tables would lose the names of candidates."""
+    explanation = fuseboard.Explanation([a_graph()])
+    shown = io.StringIO()
+    show(explanation, Console(file=shown, width=40))
+    assert shown.getvalue() == as_text(explanation, 72) + "\n"
+
+
+def test_an_error_of_the_code_is_pythons_own_traceback(tmp_path):
+    """It passes through, with nothing drawn around it."""
+    (tmp_path / "script.py").write_text("def f():\n    raise ValueError('mine')\n")
+    run = "from fuseboard.cli.main import app; app()"
+    done = subprocess.run(
+        [sys.executable, "-c", run, "explain", "script.py:f"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.endswith("    raise ValueError('mine')\nValueError: mine\n")
+
+
+def test_installed_files_are_short_below_the_working_directory_too(tmp_path, monkeypatch):
+    """A virtual environment in the project doesn't run into the names of its files."""
+    monkeypatch.chdir(tmp_path)
+    installed = f"{tmp_path}/.venv/lib/python3.11/site-packages/torch/nn/modules/linear.py:3"
+    told = f"forward ({installed}), {tmp_path}/src/model.py:7"
+    assert words.shorten(told) == "forward (modules/linear.py:3), src/model.py:7"
 
 
 def test_an_import_that_fails_inside_the_module_is_the_users(command, tmp_path):

@@ -207,6 +207,7 @@ def test_the_plot_is_drawn(tmp_path):
     [
         (("train.py:step", "--budgets", "1,half"), "--budgets '1,half': allowed: numbers"),
         (("train.py:step", "--budgets", "1,2"), "2.0 isn't a number from 0 to 1"),
+        (("train.py:step", "--plot", "no/x.png"), "no/x.png' can't be written: No such file"),
         (("train.py:nothing",), "train.py:nothing returned None. It has to return (model, args)"),
         (("train.py:steb",), "Did you mean 'step'?"),
     ],

@@ -185,6 +185,8 @@ def test_the_users_line_is_told() -> None:
     graph = traced(torch.exp, rnd(3))
     node = graph.graph.find_nodes(op="call_function", target=aten.exp.default)[0]
     node.meta = {"nn_module_stack": {"a": ("L['self'].mlp", nn.ReLU)}}
-    assert source_line(node) == "module L['self'].mlp (ReLU)"
+    assert source_line(node) == "module mlp (ReLU)"
+    node.meta = {"nn_module_stack": {"a": ("L['self']", nn.ReLU)}}
+    assert source_line(node) == "module ReLU"
     node.meta = {}
     assert source_line(node) == ""

@@ -33,7 +33,7 @@ class TargetError(FuseboardError):
 
 
 class OutputError(FuseboardError):
-    """What ``fuseboard explain`` is to write can't be written."""
+    """What a command is to write can't be written."""
 
 
 def explain(
@@ -64,7 +64,7 @@ def explain(
     """
     if html is not None:
         html = html.absolute()  # the code may change the directory
-        _check_writable(html)
+        check_writable("--html", html)
     with redirect_stdout(sys.stderr):
         explanation = run(target, wait)
     if as_json:
@@ -78,8 +78,8 @@ def explain(
         print(f"\nThe page is in {html}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _check_writable(path: Path) -> None:
-    """Before minutes of compiling: whether the page can be written there.
+def check_writable(option: str, path: Path) -> None:
+    """Before minutes of compiling: whether a file can be written there.
 
     :raises OutputError: it can't.
     """
@@ -88,8 +88,8 @@ def _check_writable(path: Path) -> None:
         path.open("ab").close()
     except OSError as error:
         raise OutputError(
-            f"--html {str(path)!r} can't be written: {error.strerror}. Give the path of a file in "
-            "a directory that exists."
+            f"{option} {str(path)!r} can't be written: {error.strerror}. Give the path of a file "
+            "in a directory that exists."
         ) from error
     if not there:
         path.unlink()
@@ -163,7 +163,10 @@ def _call(result: tuple[Any, ...], target: str) -> tuple[Any, Any, Any]:
 
 
 def _described(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0] in "aeiouAEIO" else f"a {kind}"
 
 
 # --- finding the function -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fuseboard.cli.explain import TargetError, call_at
+from fuseboard.cli.explain import TargetError, call_at, check_writable
 from fuseboard.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def memory(
     if plot is not None:
         _need_matplotlib()
         plot = plot.absolute()  # the code may change the directory
+        check_writable("--plot", plot)
     with redirect_stdout(sys.stderr):
         model, args, kwargs = call_at(target)
     points, interrupted = _measured(model, args, kwargs, wanted, seconds)
@@ -176,6 +177,7 @@ def draw(points: list[MemoryPoint], path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
+        # Such as an ending that matplotlib has no format for.
         raise TargetError(f"--plot {str(path)!r} can't be written: {error}") from error
 
 

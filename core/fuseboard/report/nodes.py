@@ -80,5 +80,7 @@ def source_line(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
-    path, kind = list(stack.values())[-1]
-    return f"module {path} ({getattr(kind, '__name__', kind)})"
+    source, kind = list(stack.values())[-1]
+    name = getattr(kind, "__name__", kind)
+    path = split_source(source)[1]
+    return f"module {path} ({name})" if path else f"module {name}"

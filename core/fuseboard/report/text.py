@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from fuseboard.report.explain import Explanation
 
 
+#: Where a terminal has fewer columns, it folds the lines: tables of fewer say nothing.
+NARROWEST = 72
+
+
 def as_text(explanation: Explanation, width: int = WIDTH) -> str:
     """Without colours and trailing blanks, for ``str()``, files and pipes."""
     return plain(render(explanation), width)
@@ -23,6 +27,7 @@ def as_text(explanation: Explanation, width: int = WIDTH) -> str:
 
 def show(explanation: Explanation, console: Console) -> None:
     """Print it: with colours on a terminal, as plain text elsewhere."""
+    console.width = max(console.width, NARROWEST)
     if console.is_terminal:
         console.print(render(explanation))
     else:

@@ -76,5 +76,6 @@ def places(sources: Sequence[str]) -> list[str]:
 
 def shorten(text: str) -> str:
     """Paths in a text as short as they stay clear: from here, or the end of an installed one's."""
-    text = text.replace(os.getcwd() + os.sep, "")
-    return re.sub(r"/\S*/(?:site|dist)-packages/(?:\S*/)?([^/\s]+/[^/\s]+)", r"\1", text)
+    # Installed files first: they may be below this directory, in its virtual environment.
+    text = re.sub(r"/\S*/(?:site|dist)-packages/(?:\S*/)?([^/\s]+/[^/\s]+)", r"\1", text)
+    return text.replace(os.getcwd() + os.sep, "")
