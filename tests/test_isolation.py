@@ -250,11 +250,15 @@ def _gone(pid: int) -> bool:
 # --- the child says no ----------------------------------------------------------------------------
 
 
-def test_what_is_raised_in_the_child_trips_here(place):
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raises", "LoweringError: not today"), ("breaks", "it raised RuntimeError: no engine")],
+)
+def test_what_is_raised_in_the_child_trips_here(place, how, said):
     """It is no crash: it may be tried again."""
-    call(place, "raises")
+    call(place, how)
     (trip,) = all_trips()
-    assert trip.error == "LoweringError: in a child process it raised LoweringError: not today"
+    assert trip.error == f"LoweringError: in a child process: {said}"
     assert files(place, CRASH) == []
 
 

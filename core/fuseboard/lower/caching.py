@@ -283,7 +283,7 @@ def _answered(result: Result) -> Result:
     :raises LoweringError: it is an exception.
     """
     if result.error:
-        raise LoweringError(f"in a child process it raised {result.error}")
+        raise LoweringError(f"in a child process: {result.error}")
     return result
 
 

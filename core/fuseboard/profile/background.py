@@ -22,7 +22,6 @@ from typing import Protocol
 from fuseboard.config.model import Settings
 from fuseboard.errors import LoweringError
 from fuseboard.lower.caching import Deferred, Token
-from fuseboard.lower.failure import describe
 from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import answer_in_child
 from fuseboard.profile.candidates import Candidate
@@ -106,7 +105,7 @@ class Worker:
             try:
                 result = answer_in_child(job.request, job.limit_s, job.origin, self._started)
             except LoweringError as error:
-                result = Result(error=describe(error))
+                result = Result(error=str(error))
             except Exception as error:  # such as a full disk; the thread has to go on
                 result = Result(error=f"{type(error).__name__}: {error}")
             finally:
