@@ -150,6 +150,14 @@ def test_other_errors_are_not_dressed_up(board, monkeypatch):
     assert isinstance(run("plugins").exception, ZeroDivisionError)
 
 
+@pytest.mark.parametrize("command", ["explain", "export", "memory"])
+def test_help_is_folded_by_the_terminal_alone(command):
+    """The line breaks of a docstring are none in its paragraphs."""
+    lines = [line.strip() for line in run(command, "--help").stdout.splitlines()]
+    (paragraph,) = (line for line in lines if line.startswith("FUNCTION returns"))
+    assert paragraph.endswith(".")
+
+
 def test_help_and_version_need_no_torch():
     """They, and ``settings``, answer at once: torch's import alone takes seconds."""
     code = (

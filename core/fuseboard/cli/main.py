@@ -5,7 +5,9 @@ Those modules import what is heavy inside their functions: ``fuseboard --help`` 
 
 from __future__ import annotations
 
+import inspect
 import io
+import re
 import sys
 from importlib import import_module, metadata
 from typing import Annotated, Any
@@ -81,9 +83,14 @@ def main(
         _print_what_can_be_printed()
 
 
+def _paragraphs(command: Any) -> str:
+    """A docstring without its line breaks, which typer would keep beside those of the terminal."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+
+
 for _name in COMMANDS:
     _command = getattr(import_module(f"fuseboard.cli.{_name}"), _name)
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)
     else:
-        app.command(_name)(_command)
+        app.command(_name, help=_paragraphs(_command))(_command)
