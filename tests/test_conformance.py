@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -476,6 +478,21 @@ def test_ids_are_names():
     (mark,) = parametrize_with_checks("eager", only="softmax")(a_test()).pytestmark
     assert mark.kwargs["ids"] == [check.name for check in checks_for("eager", "softmax")]
     assert "softmax_infinite_rows" in mark.kwargs["ids"]
+
+
+def test_failures_are_not_buried_in_torchs_trace(tmp_path):
+    """In a third party's tests, too, torch makes no structured trace for pytest to show."""
+    (tmp_path / "test_it.py").write_text(
+        "import logging\n"
+        "from fuseboard.testing import parametrize_with_checks\n"
+        "@parametrize_with_checks('eager', only='softmax_dims')\n"
+        "def test_it(check):\n"
+        "    check()\n"
+        "    assert not logging.getLogger('torch.__trace').handlers\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_expected_failures_are_strict():

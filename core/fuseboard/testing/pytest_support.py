@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,9 @@ def parametrize_with_checks(
     :raises ValueError: a check that is expected to fail doesn't exist, or no reason is given.
     :raises ImportError: pytest isn't installed.
     """
+    # torch makes its structured trace, hundreds of records a compile, where this logger has a
+    # handler. pytest gives one of its own to each logger that doesn't propagate.
+    logging.getLogger("torch.__trace").propagate = True
     expected = dict(expected_failures or {})
     checks = checks_for(backend, only)
     names = [check.name for check in checks_for(backend)]
