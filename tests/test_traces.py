@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from fuseboard import torch_profiler
 from fuseboard.lower.codegen import Source
+from fuseboard.lower.weights import WeightSets
 from tests.support.backends import compiled, last_graph, plugged
 from tests.support.values import assert_same, rnd
 from tests.support.weights import hoisting_by, overwrite
@@ -148,8 +149,9 @@ def test_measuring_is_a_span_of_its_own():
     assert len(compared) <= 2 + 2 * 2
 
 
-def test_weights_are_prepared_in_a_span():
-    """Once after each change of the weights, before the regions that use them."""
+def test_weights_are_prepared_in_a_span(monkeypatch):
+    """After a change of the weights, before the regions that use them."""
+    monkeypatch.setattr(WeightSets, "_waits_on", lambda *_: False)
     with hoisting_by("generic") as (kind, backend), torch.no_grad():
         model = kind()
         fn = compiled(model, backend)
@@ -162,6 +164,18 @@ def test_weights_are_prepared_in_a_span():
     assert region.startswith(f"fuseboard::{last_graph().name}.region0 [")
     assert prepare == f"fuseboard::prepare {last_graph().name}"
     assert again == region
+
+
+def test_calls_without_prepared_weights_are_in_a_span(monkeypatch):
+    monkeypatch.setattr(WeightSets, "_waits_on", lambda *_: True)
+    with hoisting_by("generic") as (kind, backend), torch.no_grad():
+        model = kind()
+        fn = compiled(model, backend)
+        fn(model.inputs()), fn(model.inputs())
+        overwrite(model)
+        with profile(activities=CPU) as trace:
+            fn(model.inputs())
+    assert spans(trace) == [f"fuseboard::{last_graph().name} [eager]"]
 
 
 # --- off ------------------------------------------------------------------------------------------

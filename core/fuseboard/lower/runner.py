@@ -32,6 +32,7 @@ from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.partition.stages import has_effects
 from fuseboard.profile.verify import shares_storage
 from fuseboard.report.data import GraphReport
+from fuseboard.torch_profiler import Spanned
 
 
 class Runner:
@@ -123,7 +124,7 @@ class Runner:
                 else f"weights change between calls: eager runs until it has lost {takes}"
             )
         start = time.perf_counter()
-        results = self.uncompiled(inputs)
+        results: Sequence[Any] = Spanned(self.uncompiled, f"{self.report.name} [eager]")(inputs)
         sets.without_s = time.perf_counter() - start
         return results
 

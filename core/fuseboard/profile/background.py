@@ -17,14 +17,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fuseboard.config.model import Settings
 from fuseboard.errors import LoweringError
 from fuseboard.lower.caching import Deferred, Token
 from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import answer_in_child
-from fuseboard.profile.candidates import Candidate
 
 log = logging.getLogger("fuseboard")
 
@@ -67,7 +66,7 @@ class Settling(Protocol):
     def settle(self) -> bool:
         """Decide now, on inputs that were kept; False where that needs another call."""
 
-    def compiled(self, candidate: Candidate, token: Token, result: Result, seconds: float) -> None:
+    def compiled(self, candidate: Any, token: Token, result: Result, seconds: float) -> None:
         """Take what was compiled for a candidate, in the worker's thread."""
 
 
@@ -152,7 +151,7 @@ def add(graph: Settling) -> None:
     _unsettled.add(graph)
 
 
-def compile_for(graph: Settling, candidate: Candidate, later: Deferred, settings: Settings) -> None:
+def compile_for(graph: Settling, candidate: Any, later: Deferred, settings: Settings) -> None:
     """Have a region of one of a graph's candidates compiled, unless the graph is gone by then."""
     assert later.request is not None
     owner = weakref.ref(graph)
