@@ -49,6 +49,9 @@ def graph_from_bytes(data: bytes) -> tuple[GraphModule, list[Any], Any]:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     pair: Any = GraphPickler.loads(sent, mode)
     graph, inputs = pair
+    for held_graph in graph.modules():  # those inside of control flow come without code
+        if isinstance(held_graph, GraphModule):
+            held_graph.recompile()
     for path, tensor in torch.load(io.BytesIO(held), weights_only=True).items():
         owner, _, name = path.rpartition(".")
         setattr(operator.attrgetter(owner)(graph) if owner else graph, name, tensor)
