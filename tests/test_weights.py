@@ -18,6 +18,7 @@ from fuseboard.report.data import ledger
 from tests.support.backends import compiled, graph_count, hoisted, last_graph
 from tests.support.values import assert_same, rnd
 from tests.support.weights import (
+    CHANGES,
     Scaled,
     assert_equal,
     check,
@@ -52,80 +53,6 @@ def hoisting(request):
 
 
 # --- what changes a weight is noticed ------------------------------------------------------------
-
-
-def load(model):
-    model.load_state_dict(type(model)(seed=9).state_dict())
-
-
-def load_assign(model):
-    model.load_state_dict(type(model)(seed=9).state_dict(), assign=True)
-
-
-def one_element(model):
-    with torch.no_grad():
-        model.weight[3, 5] += 1
-
-
-def through_a_view(model):
-    with torch.no_grad():
-        model.weight.view(-1)[17] = 4.0
-
-
-def through_detach(model):
-    model.weight.detach()[1, 1] = 4.0
-
-
-def in_inference_mode(model):
-    with torch.inference_mode():
-        model.weight[2, 2] = 4.0
-
-
-def replace_parameter(model):
-    model.weight = nn.Parameter(rnd(*model.weight.shape, seed=8))
-
-
-def data_assigned(model):
-    model.weight.data = rnd(*model.weight.shape, seed=8)
-
-
-def data_copied(model):
-    model.weight.data.copy_(rnd(*model.weight.shape, seed=8))
-
-
-def data_scaled(model):
-    model.weight.data.mul_(1.5)
-
-
-def data_negated(model):
-    model.weight.data.neg_()
-
-
-def data_zeroed(model):
-    model.weight.data.zero_()
-
-
-def data_filled_after_zero(model):
-    model.weight.data.fill_(0.25)
-
-
-CHANGES = [
-    step,
-    load,
-    load_assign,
-    overwrite,
-    one_element,
-    through_a_view,
-    through_detach,
-    in_inference_mode,
-    replace_parameter,
-    data_assigned,
-    data_copied,
-    data_scaled,
-    data_negated,
-    data_zeroed,
-    data_filled_after_zero,
-]
 
 
 def test_a_changed_weight_is_seen_in_the_very_next_call(hoisting):

@@ -68,6 +68,81 @@ def overwrite(model: Linear) -> None:
         model.weight.copy_(rnd(*model.weight.shape, seed=8))
 
 
+def load(model):
+    model.load_state_dict(type(model)(seed=9).state_dict())
+
+
+def load_assign(model):
+    model.load_state_dict(type(model)(seed=9).state_dict(), assign=True)
+
+
+def one_element(model):
+    with torch.no_grad():
+        model.weight[3, 5] += 1
+
+
+def through_a_view(model):
+    with torch.no_grad():
+        model.weight.view(-1)[17] = 4.0
+
+
+def through_detach(model):
+    model.weight.detach()[1, 1] = 4.0
+
+
+def in_inference_mode(model):
+    with torch.inference_mode():
+        model.weight[2, 2] = 4.0
+
+
+def replace_parameter(model):
+    model.weight = nn.Parameter(rnd(*model.weight.shape, seed=8))
+
+
+def data_assigned(model):
+    model.weight.data = rnd(*model.weight.shape, seed=8)
+
+
+def data_copied(model):
+    model.weight.data.copy_(rnd(*model.weight.shape, seed=8))
+
+
+def data_scaled(model):
+    model.weight.data.mul_(1.5)
+
+
+def data_negated(model):
+    model.weight.data.neg_()
+
+
+def data_zeroed(model):
+    model.weight.data.zero_()
+
+
+def data_filled_after_zero(model):
+    model.weight.data.fill_(0.25)
+
+
+#: All ways of giving a model other weights that are noticed.
+CHANGES = [
+    step,
+    load,
+    load_assign,
+    overwrite,
+    one_element,
+    through_a_view,
+    through_detach,
+    in_inference_mode,
+    replace_parameter,
+    data_assigned,
+    data_copied,
+    data_scaled,
+    data_negated,
+    data_zeroed,
+    data_filled_after_zero,
+]
+
+
 @contextmanager
 def hoisting_by(how: str) -> Iterator[tuple[type[Linear], str]]:
     """What is hoisted, by which backend: weight-only ops of the user's, or a packed weight."""
