@@ -48,7 +48,7 @@ def test_case(cases, name, backends):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["onnxruntime", "tvm"])
+@pytest.mark.parametrize("engine", ["inductor-freezing", "onnxruntime", "tvm"])
 @pytest.mark.parametrize("name", NAMES)
 def test_case_with_an_engine_of_its_own(cases, name, engine):
     """With eager for what the engine declines."""

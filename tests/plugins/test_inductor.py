@@ -113,7 +113,7 @@ def test_cpp_wrapper(directory):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("freezing", "it builds the values of weights into the code"),
+        ("freezing", "use the backend inductor-freezing"),
         ("fallback_random", "use fuseboard's setting random"),
         ("max_autotune", "use the option max_autotune"),
     ],

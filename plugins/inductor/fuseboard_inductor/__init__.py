@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,20 +36,31 @@ class Options(BaseModel):
     @field_validator("config")
     @classmethod
     def _not_the_boards(cls, config: dict[str, Any]) -> dict[str, Any]:
-        for name in sorted(config.keys() & _TAKEN.keys()):
-            raise ValueError(f"{name}: {_TAKEN[name]}")
-        return config
+        return without_taken(config, TAKEN)
+
+
+def without_taken(config: dict[str, Any], taken: Mapping[str, str]) -> dict[str, Any]:
+    """The same settings of Inductor's.
+
+    :raises ValueError: one of them can't be given.
+    """
+    for name in sorted(config.keys() & taken.keys()):
+        raise ValueError(f"{name}: {taken[name]}")
+    return config
 
 
 #: Settings of Inductor's that can't be given, and why.
-_TAKEN = {
+TAKEN = {
     "cpp_wrapper": "use the option cpp_wrapper",
     "fallback_random": "use fuseboard's setting random",
-    "freezing": "it builds the values of weights into the code, which then misses their updates",
+    "freezing": "use the backend inductor-freezing",
     "keep_output_stride": "other regions rely on the strides",
     "max_autotune": "use the option max_autotune",
     "triton.cudagraphs": "use the plugin cudagraphs",
 }
+
+
+NO_COMPILER = "no C++ compiler found: install g++ or clang, or set the environment variable CXX"
 
 
 @fuseboard.hookimpl
@@ -64,9 +75,7 @@ def fuseboard_backend() -> BackendInfo:
         dynamic_shapes=True,
         fixes_sizes=True,
         available=bool(compiler) or gpu,
-        reason=""
-        if compiler or gpu
-        else "no C++ compiler found: install g++ or clang, or set the environment variable CXX",
+        reason="" if compiler or gpu else NO_COMPILER,
         fingerprint=f"{torch.__version__} {compiler} {sys.platform}",
         options=Options,
     )

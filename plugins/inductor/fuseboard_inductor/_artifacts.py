@@ -24,17 +24,23 @@ def dump(compiled: Any, notes: tuple[str, ...]) -> bytes | None:
 
     Like :func:`load` it is called while Inductor's settings are those of the region.
     """
-    stamp = _stamp()
-    if stamp is None or not callable(getattr(compiled, "prepare_for_serialization", None)):
-        return None
-    if getattr(compiled, "frozen_param_names", None) or getattr(
-        compiled, "torchbind_constants", None
-    ):
+    key = stamp()
+    if key is None or getattr(compiled, "frozen_param_names", None):
         return None  # these live in the graph module, which isn't stored
+    stored = pickled(compiled)
+    return None if stored is None else pickle.dumps((key, stored, notes))
+
+
+def pickled(compiled: Any) -> bytes | None:
+    """A compiled graph without its code's module; None where it has what can't be pickled."""
+    if not callable(getattr(compiled, "prepare_for_serialization", None)):
+        return None
+    if getattr(compiled, "torchbind_constants", None):
+        return None
     stored = copy.copy(compiled)
     stored.prepare_for_serialization()
     try:
-        return pickle.dumps((stamp, pickle.dumps(stored), notes))
+        return pickle.dumps(stored)
     except Exception as error:  # pickle raises whatever an object's own code does
         log.debug("inductor: a compiled graph can't be stored: %s", error)
         return None
@@ -50,8 +56,8 @@ def load(
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
-    stamp, stored, notes = pickle.loads(artifact)
-    if stamp != _stamp():
+    key, stored, notes = pickle.loads(artifact)
+    if key != stamp():
         return None
     constants = CompiledFxGraphConstants()
     graph, _ = FxGraphCache.cache_hit_post_compile(pickle.loads(stored), {}, constants)
@@ -61,7 +67,7 @@ def load(
     return graph, notes
 
 
-def _stamp() -> str | None:
+def stamp() -> str | None:
     """What Inductor's code depends on beside the graph; None where that has no name elsewhere.
 
     Its settings can be changed at any time, so they aren't in the backend's fingerprint.

@@ -53,16 +53,16 @@ def joint_passes(graph: GraphModule, random: str) -> list[Fusion]:
         from torch._inductor.virtualized import V
 
         values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
-        with config.patch(fallback_random=random == "eager"), _fake_mode_of(values) as mode:
+        with config.patch(fallback_random=random == "eager"), fake_mode_of(values) as mode:
             with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
-                result = _joint_graph_passes(graph)
+                result = joint_graph_passes(graph)
         if result is not graph:
             graph.graph = result.graph
 
     return [Fusion("inductor's joint-graph passes", (), apply)]
 
 
-def _joint_graph_passes(graph: GraphModule) -> GraphModule:
+def joint_graph_passes(graph: GraphModule) -> GraphModule:
     from torch._inductor import compile_fx
 
     passes = compile_fx._recursive_joint_graph_passes
@@ -91,13 +91,13 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
     from torch._inductor.virtualized import V
 
     graph = region.graph
-    settings = _settings(region)
+    settings = settings_of(region)
     complex_ops = _fallbacks.ops_on_complex(graph)
-    with config.patch(settings), _fake_mode_of(inputs) as mode:
+    with config.patch(settings), fake_mode_of(inputs) as mode:
         with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
             if region.kind == "inference":
-                graph = _joint_graph_passes(graph)
-            _drop_dead_items(graph)
+                graph = joint_graph_passes(graph)
+            drop_dead_items(graph)
             output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
             output.meta["user_visible_output_idxs"] = [
                 i for i, value in enumerate(output.args[0]) if isinstance(value, Node)
@@ -123,13 +123,13 @@ def load_region(artifact: bytes, region: Region, inputs: Sequence[Any]) -> Lower
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
-    with config.patch(_settings(region)), _fake_mode_of(inputs) as mode:
+    with config.patch(settings_of(region)), fake_mode_of(inputs) as mode:
         with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
             loaded = _artifacts.load(artifact, inputs)
     return None if loaded is None else LoweredRegion(call=_boxed(loaded[0]), notes=loaded[1])
 
 
-def _drop_dead_items(graph: GraphModule) -> None:
+def drop_dead_items(graph: GraphModule) -> None:
     """Results that nobody reads: Inductor's flex attention on CPU gives two of three."""
     for node in reversed(graph.graph.find_nodes(op="call_function", target=operator.getitem)):
         if not node.users:
@@ -149,7 +149,7 @@ def _boxed(compiled: Any) -> Callable[[list[Any]], Sequence[Any]]:
     return call
 
 
-def _settings(region: Region) -> dict[str, Any]:
+def settings_of(region: Region) -> dict[str, Any]:
     """What ``torch._inductor.config`` is while the region is compiled.
 
     :raises LoweringError: the option ``config`` names a setting that Inductor hasn't.
@@ -162,19 +162,21 @@ def _settings(region: Region) -> dict[str, Any]:
         "keep_output_stride": True,
     }
     if options is not None:
-        settings["max_autotune"] = options.max_autotune
-        if options.cpp_wrapper and _device_of(region.graph).type == "cpu":
+        settings["max_autotune"] = getattr(options, "max_autotune", False)
+        if getattr(options, "cpp_wrapper", False) and _device_of(region.graph).type == "cpu":
             settings["cpp_wrapper"] = True
         settings.update(options.config)
     known = config.get_config_copy() if hasattr(config, "get_config_copy") else settings
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise LoweringError(f"plugins.inductor.config: Inductor has no setting {unknown[0]!r}")
+        raise LoweringError(
+            f"plugins.{region.backend}.config: Inductor has no setting {unknown[0]!r}"
+        )
     return settings
 
 
 @contextlib.contextmanager
-def _fake_mode_of(inputs: Sequence[Any]) -> Iterator[Any]:
+def fake_mode_of(inputs: Sequence[Any]) -> Iterator[Any]:
     modes = [mode for mode in (getattr(v, "fake_mode", None) for v in inputs) if mode is not None]
     if modes:
         yield modes[0]

@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 #: leaves to libraries by choice, are written ``extern_kernels.mm``.
 _CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
+#: Products and convolutions with packed weights, which freezing leaves to oneDNN and MKL.
+_BY_CHOICE = ("mkl.", "mkldnn.")
+
 
 def notes(
     compiled: Any, counted: Mapping[str, int], complex_ops: frozenset[str], random: str
@@ -35,6 +38,7 @@ def notes(
     return tuple(
         f"{name} runs as an ATen kernel ({count}x): {_why(name, complex_ops, random)}"
         for name, count in sorted(found.items())
+        if not name.startswith(_BY_CHOICE)
     )
 
 
