@@ -116,6 +116,16 @@ _ALL = (
     _fuseboard_with("fuseboard-eager", 'backends=["eager"]: the cost of the board itself', "eager"),
     _fuseboard_with("fuseboard-mkldnn", 'backends=["mkldnn", "eager"]', "mkldnn", "eager"),
     _fuseboard_with("fuseboard-inductor", 'backends=["inductor"]', "inductor"),
+    replace(
+        _fuseboard_with(
+            "fuseboard-inductor-freezing",
+            'backends=["inductor-freezing", "eager"], repeats="never": layouts run through',
+            "inductor-freezing",
+            "eager",
+            repeats="never",
+        ),
+        training=False,
+    ),
     *(_alone(name) for name in ("onnxruntime", "openvino", "tvm", "zentorch")),
     replace(
         _fuseboard_with(
