@@ -20,7 +20,7 @@ from fuseboard.lower.codegen import Source
 from fuseboard.lower.weights import WeightSets
 from tests.support.backends import compiled, last_graph, plugged
 from tests.support.values import assert_same, rnd
-from tests.support.weights import hoisting_by, overwrite
+from tests.support.weights import hoisting_by, overwrite, preparing_is_worth_it
 
 CPU = [ProfilerActivity.CPU]
 
@@ -151,7 +151,7 @@ def test_measuring_is_a_span_of_its_own():
 
 def test_weights_are_prepared_in_a_span(monkeypatch):
     """After a change of the weights, before the regions that use them."""
-    monkeypatch.setattr(WeightSets, "_waits_on", lambda *_: False)
+    preparing_is_worth_it(monkeypatch)
     with hoisting_by("generic") as (kind, backend), torch.no_grad():
         model = kind()
         fn = compiled(model, backend)

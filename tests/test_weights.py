@@ -24,6 +24,7 @@ from tests.support.weights import (
     check,
     hoisting_by,
     overwrite,
+    preparing_is_worth_it,
     step,
 )
 
@@ -42,7 +43,7 @@ def _own_sets(monkeypatch):
     """
     ledger.clear()
     monkeypatch.setattr(weights_module, "_all_sets", weakref.WeakSet())
-    monkeypatch.setattr(weights_module.WeightSets, "_waits_on", lambda *_: False)
+    preparing_is_worth_it(monkeypatch)
 
 
 @pytest.fixture(params=["generic", "packed"])

@@ -17,7 +17,7 @@ from tests.board_fakes import backend
 from tests.support.backends import all_trips, compiled, last_graph, pack_linears, plugged
 from tests.support.graph_capture import FakeDevice
 from tests.support.values import assert_same, rnd
-from tests.support.weights import Linear, assert_equal, overwrite, step
+from tests.support.weights import Linear, assert_equal, overwrite, preparing_is_worth_it, step
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -91,8 +91,9 @@ def test_training_is_recorded(device):
     assert all_trips() == []
 
 
-def test_prepared_weights_are_never_stale(device):
+def test_prepared_weights_are_never_stale(device, monkeypatch):
     """What is hoisted out of the region is an input of it, and lies elsewhere after an update."""
+    preparing_is_worth_it(monkeypatch)
     with plugged("packer", fuse=pack_linears):
         model = Linear()
         function = recorded(model, "packer")

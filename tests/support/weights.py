@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fuseboard.lower.weights import WeightSets
 from tests.support.backends import pack_linears, plugged
 from tests.support.values import rnd
 
@@ -141,6 +142,11 @@ CHANGES = [
     data_zeroed,
     data_filled_after_zero,
 ]
+
+
+def preparing_is_worth_it(monkeypatch: Any) -> None:
+    """After every change of weights, at once, whatever it takes."""
+    monkeypatch.setattr(WeightSets, "_waits_on", lambda *_: False)
 
 
 @contextmanager
