@@ -349,6 +349,27 @@ def test_hooks_may_be_methods_of_another_object():
     assert answer == [fuseboard.Decline("relu", "the part's")]
 
 
+@pytest.mark.parametrize(
+    ("module", "package", "home"),
+    [
+        ("own_backend.py", "", "own_backend.py"),
+        ("engine/__init__.py", "engine", "engine"),
+        ("engine/second.py", "engine", "engine"),  # it uses what lies beside it
+    ],
+)
+def test_a_plugins_code_is_its_package(tmp_path, module, package, home):
+    """Artifacts and decisions are good for what is in it."""
+    file = tmp_path / module
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    owner = ModuleType("own_backend")
+    owner.__file__, owner.__package__ = str(file), package
+    owner.fuseboard_backend = backend("own").fuseboard_backend
+    board = a_board()
+    board.register(owner, "own")
+    assert board.session(resolve()).home("own") == tmp_path / home
+
+
 def test_a_board_without_eager_says_so():
     """There is nothing to fall back to: an error, chained to the reason."""
     board = Board(entry_points=list, built_in={"eager": "no_such_module"})

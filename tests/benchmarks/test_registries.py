@@ -53,7 +53,7 @@ def test_the_arms_that_every_comparison_needs_are_there():
     """Eager, its control, both Inductors, fuseboard's default and each backend of its own."""
     assert {BASELINE, CONTROL, "inductor", "inductor-freezing", "fuseboard"} <= set(ARMS)
     alone = {a.backends for a in ARMS.values() if a.backends is not None}
-    names = ("mkldnn", "onnxruntime", "openvino", "tvm", "zentorch")
+    names = ("inductor-freezing", "mkldnn", "onnxruntime", "openvino", "tvm", "zentorch")
     engines = {(name, "eager") for name in names}
     assert alone == {("eager",), ("inductor",), *engines}
     assert {"onnxruntime", "openvino"} <= set(ARMS)  # by their own Python API

@@ -287,7 +287,7 @@ class Session:
         file = getattr(owner, "__file__", None)
         if file is None or not Path(file).is_file():
             return None
-        return Path(file).parent if Path(file).name == "__init__.py" else Path(file)
+        return Path(file).parent if getattr(owner, "__package__", None) else Path(file)
 
     def module_name(self, plugin: str) -> str | None:
         """The module that another process must import and register to have a plugin.

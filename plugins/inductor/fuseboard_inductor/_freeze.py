@@ -242,7 +242,7 @@ def _keep_nan(graph: GraphModule) -> None:
             continue
         if not value.is_floating_point():
             continue
-        options = {"dtype": value.dtype, "device": value.device}
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         with graph.graph.inserting_before(node):
             number = graph.graph.call_function(aten.full.default, ([], bound), options)
         number.meta["val"] = value.new_empty(())
