@@ -22,6 +22,7 @@ from tests.support.backends import (
     all_trips,
     claim_ops,
     compiled,
+    forget_other_graphs,
     last_graph,
     ledger,
     observing,
@@ -38,7 +39,7 @@ def _measured(monkeypatch, tmp_path):
     """Each test with a cost database of its own."""
     monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+    forget_other_graphs(monkeypatch)
 
 
 def slept(seconds: float):
@@ -352,7 +353,7 @@ def test_ops_that_a_child_process_may_not_have(function, here, monkeypatch):
     x = torch.rand(1, 2, 8, 8)
     with torch.no_grad():
         torch.testing.assert_close(fn(x), function(x))
-        fuseboard.wait(progress=False)  # False where graphs of other tests wait for a call
+        assert fuseboard.wait(progress=False)
         torch.testing.assert_close(fn(x), function(x))
     assert not all_trips()
     assert last_graph().settled

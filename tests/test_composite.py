@@ -11,7 +11,15 @@ import fuseboard
 from fuseboard.config import resolve
 from fuseboard.profile.costs import database
 from fuseboard.report.data import ledger
-from tests.support.backends import all_trips, claim_ops, compiled, last_graph, observing, plugged
+from tests.support.backends import (
+    all_trips,
+    claim_ops,
+    compiled,
+    forget_other_graphs,
+    last_graph,
+    observing,
+    plugged,
+)
 
 QUICK = {"compiles_quickly": True}
 
@@ -20,7 +28,7 @@ QUICK = {"compiles_quickly": True}
 def _measured(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+    forget_other_graphs(monkeypatch)
 
 
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))

@@ -8,9 +8,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fuseboard
 from fuseboard.contracts import Measurement
-from fuseboard.report.data import ledger
 from fuseboard_inductor._recipes import Recipe
-from tests.support.backends import all_trips, compiled, last_graph, observing
+from tests.support.backends import all_trips, compiled, forget_other_graphs, last_graph, observing
 from tests.support.freezing import NAME, Convolutions, Layers
 from tests.support.values import rnd
 from tests.support.weights import check, preparing_is_worth_it
@@ -19,7 +18,7 @@ from tests.support.weights import check, preparing_is_worth_it
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """What was prepared is prepared again at once; when that isn't worth it is tested elsewhere."""
-    ledger.clear()
+    forget_other_graphs(monkeypatch)
     preparing_is_worth_it(monkeypatch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 import fuseboard
 from fuseboard.contracts import Trip
+from fuseboard.profile import background
 from fuseboard.report.data import GraphReport, ledger
 from tests.board_fakes import backend, plugin
 
@@ -85,6 +87,12 @@ def claim_ops(*names: str) -> Callable[..., list[Any]]:
 
 def op_name(node: Node) -> str:
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
+
+
+def forget_other_graphs(monkeypatch: Any) -> None:
+    """What other tests compiled is neither reported nor waited for."""
+    ledger.clear()
+    monkeypatch.setattr(background, "_unsettled", weakref.WeakSet())
 
 
 # --- a backend that packs weights -----------------------------------------------------------------
