@@ -191,7 +191,7 @@ class Runner:
             results = self.eager()(list(inputs))
         except Exception as users_own:
             raise users_own from None
-        if isinstance(error, NotEnoughMemory):
+        if isinstance(error, NotEnoughMemory) and number < 0:
             for code in lowered:
                 if code.prepare is not None:
                     self._contain(code, error, "eager")

@@ -15,8 +15,9 @@ unseen: what was prepared from them serves the call that prepared it, and no oth
 
 Preparing takes time, and pays if enough calls follow before the weights change again, which nobody
 knows. So it is with skis: they are rented until the rents come to their price, then bought. Calls
-after a change run without, until what they lose by it comes to the time of preparing. Whatever the
-weights do, what is lost is at most twice what it would be if one knew.
+after a change run without, until what they lose by it comes to the time of preparing; so at most
+twice as much is lost as if one knew. Where values go stale before they have paid, the next wait is
+twice as long: weights that never rest are prepared ever more rarely.
 """
 
 from __future__ import annotations

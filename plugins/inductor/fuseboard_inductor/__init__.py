@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -17,37 +17,6 @@ from torch.fx import GraphModule
 
 import fuseboard
 from fuseboard import BackendInfo, Claim, Decline, LoweredRegion, Region
-
-
-class Options(BaseModel):
-    """What ``[tool.fuseboard.plugins.inductor]`` may hold."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_autotune: bool = Field(False, description="Try more kernels for matrix products.")
-    cpp_wrapper: bool = Field(
-        False, description="Call kernels from C++ instead of Python; on CPU only."
-    )
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further settings of torch._inductor.config, by their names there.",
-    )
-
-    @field_validator("config")
-    @classmethod
-    def _not_the_boards(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return without_taken(config, TAKEN)
-
-
-def without_taken(config: dict[str, Any], taken: Mapping[str, str]) -> dict[str, Any]:
-    """The same settings of Inductor's.
-
-    :raises ValueError: one of them can't be given.
-    """
-    for name in sorted(config.keys() & taken.keys()):
-        raise ValueError(f"{name}: {taken[name]}")
-    return config
-
 
 #: Settings of Inductor's that can't be given, and why.
 TAKEN = {
@@ -58,6 +27,37 @@ TAKEN = {
     "max_autotune": "use the option max_autotune",
     "triton.cudagraphs": "use the plugin cudagraphs",
 }
+
+
+class Configured(BaseModel):
+    """Options that both of the plugin's backends have.
+
+    :cvar taken: settings of Inductor's that can't be given, and why.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    taken: ClassVar[Mapping[str, str]] = TAKEN
+
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further settings of torch._inductor.config, by their names there.",
+    )
+
+    @field_validator("config")
+    @classmethod
+    def _not_the_boards(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted(config.keys() & cls.taken.keys()):
+            raise ValueError(f"{name}: {cls.taken[name]}")
+        return config
+
+
+class Options(Configured):
+    """What ``[tool.fuseboard.plugins.inductor]`` may hold."""
+
+    max_autotune: bool = Field(False, description="Try more kernels for matrix products.")
+    cpp_wrapper: bool = Field(
+        False, description="Call kernels from C++ instead of Python; on CPU only."
+    )
 
 
 NO_COMPILER = "no C++ compiler found: install g++ or clang, or set the environment variable CXX"

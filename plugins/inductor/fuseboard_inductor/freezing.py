@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch.fx import GraphModule, Node
 
 import fuseboard
@@ -18,22 +17,6 @@ import fuseboard_inductor
 from fuseboard import BackendInfo, Claim, Decline, Fusion, LoweredRegion, Region
 
 _NAME = "inductor-freezing"
-
-
-class Options(BaseModel):
-    """What ``[tool.fuseboard.plugins.inductor-freezing]`` may hold."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further settings of torch._inductor.config, by their names there.",
-    )
-
-    @field_validator("config")
-    @classmethod
-    def _not_the_boards(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return fuseboard_inductor.without_taken(config, _TAKEN)
 
 
 #: Settings of Inductor's that can't be given, and why.
@@ -46,6 +29,12 @@ _TAKEN = {
     "max_autotune": "it builds the values of weights into the code; use the backend inductor",
     "max_autotune_gemm": "it builds the values of weights into the code; use the backend inductor",
 }
+
+
+class Options(fuseboard_inductor.Configured):
+    """What ``[tool.fuseboard.plugins.inductor-freezing]`` may hold."""
+
+    taken = _TAKEN
 
 
 @fuseboard.hookimpl
