@@ -34,7 +34,7 @@ def _clear_ledger():
 
 HOOKS = {
     # hook: (stage in the trip, what runs instead)
-    "decompositions": ("capture", "the next backend's level"),
+    "decompositions": ("lower", "eager"),  # in training at the capture, too
     "fuse": ("fuse", "the graph without its rewrites"),
     "claim": ("claim", "the other backends"),
     "lower": ("lower", "eager"),
@@ -81,6 +81,8 @@ def test_a_hook_that_fails(hook, lie, said):
     assert said in first.error
     assert first.instead == instead
     assert {trip.plugin for trip in all_trips()} == {"bad"}
+    at_capture = [trip.instead for trip in all_trips() if trip.stage == "capture"]
+    assert at_capture == ["the next backend's level"] * (hook == "decompositions")
 
 
 def test_a_backend_that_claims_and_cannot_lower():

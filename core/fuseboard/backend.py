@@ -102,23 +102,27 @@ class _Capture:
         return parts
 
     def decompositions(self, example_inputs: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
-        """The level to capture at: what the first backend in order that takes the graph wants.
+        """The level to capture at: no decompositions in inference, so that none is in what values
+        are held against.
 
-        It then needs no retrace; the others get its level and decompose further.
+        In training the level of the first backend in order that trains: the split into forward and
+        backward can choose among these ops only, and that backend's rewrites of joint graphs are
+        made for them.
         """
         training = torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
         )
-        kind = "joint" if training else "inference"
-        own = mixed_norms.decompositions() if training else {}
+        if not training:
+            return {}
+        own = mixed_norms.decompositions()
         for info in self.session.backends:
-            if training and not info.training:
+            if not info.training:
                 continue
             try:
                 table = self.session.call(
                     "fuseboard_decompositions",
                     info.name,
-                    kind=kind,
+                    kind="joint",
                     options=self.session.options(info.name),
                 )
             except (PluginError, LoweringError) as error:

@@ -63,10 +63,10 @@ def fuseboard_decompositions(
 ) -> dict[Any, Callable[..., Any]] | None:
     """Name the ops to decompose before ``kind`` graphs reach this backend.
 
-    The answer of the first backend in order that takes such graphs (for ``joint`` and
-    ``inference``) is the level at which AOTAutograd captures; regions of other backends are
-    retraced under their own tables. With ``random="eager"`` an op that draws random numbers must
-    not be decomposed into one that draws others. None means no decompositions.
+    A region is retraced under its backend's table if it holds an op of it. Inference graphs are
+    captured without any; joint ones at the level of the first backend in order that trains. With
+    ``random="eager"`` an op that draws random numbers must not be decomposed into one that draws
+    others. None means no decompositions.
     """
 
 

@@ -22,9 +22,8 @@ from fuseboard.contracts import (
     Stage,
 )
 from fuseboard.errors import LoweringError, PluginError, RegionError
-from fuseboard.fuse.passes import FusionCounter, apply_fusions
+from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.failure import decide, describe, trip
-from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Program, Site
 from fuseboard.lower.runner import Runner
@@ -48,6 +47,7 @@ from fuseboard.profile.tuner import Tuner
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
 from fuseboard.report.nodes import describe_ends
 from fuseboard.report.structured_trace import emit
+from fuseboard.rewriting import Rewriter
 from fuseboard.torch_copies import copy_graph
 from fuseboard.work import Draft, Work, claimed, describe_nodes, placed
 
@@ -66,6 +66,7 @@ class Pipeline:
         self.frame = frame
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
+        self.rewriter = Rewriter(session, lambda: self.example_inputs, self._tripped)
         #: Dynamo's, real, as long as it waits for the backend.
         self.example_inputs: Sequence[Any] = ()
         #: Dynamo's graph, as long as it waits for the backend.
@@ -108,7 +109,7 @@ class Pipeline:
             report = self._report("joint")
             ledger.add(report)
             with report.timed("fuse"):
-                joint = self._fuse_graph(joint, "joint", report, self._fusion_counter())
+                joint = self._rewrite(joint, "joint", report, self._fusion_counter())
             with report.timed("partition"):
                 return self._split(
                     report,
@@ -182,7 +183,7 @@ class Pipeline:
         counter = self._fusion_counter()
         if kind == "inference":
             with report.timed("fuse"):
-                graph = self._fuse_graph(graph, kind, report, counter)
+                graph = self._rewrite(graph, kind, report, counter)
         with report.timed("partition"), collection_paused():
             kept = board_nodes(graph)
             wanted = self.pins.of(placed(graph, kept))
@@ -197,6 +198,13 @@ class Pipeline:
                 "tensors: these don't tell when they change"
             )
         return Work(graph, captured, kind, report, roles, counter, kept, claims, wishes, untold)
+
+    def _rewrite(
+        self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
+    ) -> GraphModule:
+        graph = self.rewriter.rewrite(graph, kind, report, counter)
+        self._notify("fuse", report, 0.0, offered=counter.offered)
+        return graph
 
     def _cut(self, work: Work, plan: Plan) -> Draft:
         merge = self.session.settings.merge_regions
@@ -341,29 +349,6 @@ class Pipeline:
     def _fusion_counter(self) -> FusionCounter:
         settings = self.session.settings
         return FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip))
-
-    # --- stages ---------------------------------------------------------------------------------
-
-    def _fuse_graph(
-        self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
-    ) -> GraphModule:
-        """The graph after the graph-level rewrites of every plugin, in order."""
-        limit_s = self.session.settings.hook_limit_s
-        for plugin in self.session.with_hook("fuseboard_fuse"):
-            own = copy_graph(graph)  # a rewrite that fails half way is dropped with it
-            try:
-                with watching_guards(self.session, plugin, own, report.notes):
-                    fusions = self.session.call(
-                        "fuseboard_fuse", plugin, graph=own, kind=kind, region=None
-                    )
-                    done = apply_fusions(own, fusions or [], plugin, counter, limit_s)
-                if fusions:
-                    report.fusions.extend(done)
-                    graph = own
-            except (PluginError, LoweringError) as error:
-                self._tripped(report, plugin, "fuse", error, "the graph without its rewrites")
-        self._notify("fuse", report, 0.0, offered=counter.offered)
-        return graph
 
     def _tripped(
         self, report: GraphReport, plugin: str, stage: Stage, error: Exception, instead: str

@@ -31,7 +31,7 @@ from fuseboard.profile.replays import replayable
 from fuseboard.profile.rules import Reached, Rule, reached_by, rule_of
 from fuseboard.profile.spread import Spread, spread_of
 
-__all__ = ["Reference", "Rule", "make_reference", "replayable"]
+__all__ = ["Reference", "Rule", "make_reference", "replayable", "run_eager"]
 
 #: Runs with disturbed roundings, where a result is beyond what eager's own error allows.
 DISTURBED_RUNS = 3
@@ -101,6 +101,12 @@ def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
         notes=tuple(notes),
         disturbed=_Disturbed(graph, inputs, precise, lifted.rounded),
     )
+
+
+def run_eager(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Run a graph op by op, as eager does; what is said of :func:`make_reference` holds here."""
+    with _undisturbed(graph, inputs):
+        return run(graph, list(inputs), Eager())
 
 
 def _why_unjudged(
