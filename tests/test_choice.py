@@ -399,6 +399,28 @@ def test_dynamic_graphs_are_settled_in_their_first_call():
             torch.testing.assert_close(fn(X[:2]), f(X[:2]))
 
 
+def test_what_waits_for_a_child_lives_as_long_as_the_code(monkeypatch):
+    """Garbage is collected while a candidate is compiled: it is compared all the same."""
+    sent = []
+
+    def compile_for(graph, *job):
+        sent.append(weakref.ref(graph))
+
+    monkeypatch.setattr("fuseboard.profile.background.compile_for", compile_for)
+    with plugged("quick", info=QUICK):
+        fn = compiled(f, "quick", "inductor", measure_s=0.05)
+        with torch.no_grad():
+            fn(X)
+    gc.collect()
+    assert states() == {"quick": "chosen", "inductor": "waiting"}
+    assert sent[0]() is not None
+    assert not fuseboard.wait(timeout_s=0, progress=False)
+    del fn
+    torch._dynamo.reset()
+    gc.collect()
+    assert sent[0]() is None
+
+
 def test_losers_and_kept_inputs_are_let_go():
     alive = []
 

@@ -44,6 +44,8 @@ class Runner:
     :ivar program: what ``usual`` was generated from.
     :ivar usual: what a call executes unless it is interrupted.
     :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
+    :ivar chooser: who still decides which program runs. Nothing else holds it while it waits for
+        what is compiled elsewhere.
     """
 
     function: Boxed
@@ -72,6 +74,7 @@ class Runner:
         self._every = session.settings.verify_every
         self._instead: Boxed | None = None
         self._told_of_change = False
+        self.chooser: object = None
         self.uncompiled = self.eager()
         self.usual: Boxed = self.uncompiled
         self.function = self.usual

@@ -115,9 +115,14 @@ class Tuner:
             self._runner.interrupt(self._call)
         elif self._chosen is not None:  # by an earlier process, so no call will compare first
             self._rest_is_due()
-        self._report.settled = self.settled
+        self._tell_whether_settled()
         if not self.settled:
             background.add(self)
+
+    def _tell_whether_settled(self) -> None:
+        """Say so in the report; until then the runner, so whoever calls it, keeps this alive."""
+        self._report.settled = self.settled
+        self._runner.chooser = None if self.settled else self
 
     def _left(self, decision: Decision | None) -> Sequence[Candidate]:
         """The candidates that are to be tried; the winner of an earlier process runs."""
@@ -241,7 +246,7 @@ class Tuner:
         try:
             self._compare_due(inputs)
         finally:
-            self._report.settled = self.settled  # whoever interrupts it has decided
+            self._tell_whether_settled()  # whoever interrupts it has decided
 
     def _compare_due(self, inputs: list[Any]) -> None:
         due, self._due = self._due, []
@@ -352,7 +357,7 @@ class Tuner:
         tell_what_preparing_gains(candidate, self._candidates, self._session.settings.margin)
         every = self._session.settings.verify_every
         self._runner.install(candidate.program, Proofs(values=False, inputs_too=every is not None))
-        self._report.settled = self.settled
+        self._tell_whether_settled()
         self._installed(candidate)
         self._session.notify(
             Event("choose", self.name, 0.0, {"winner": candidate.name, "settled": self.settled})
