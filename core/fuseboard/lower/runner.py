@@ -30,6 +30,7 @@ from fuseboard.lower.sizes import bucket_source
 from fuseboard.lower.weights import WeightSets, any_version
 from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.partition.stages import has_effects
+from fuseboard.profile.reference import replayable
 from fuseboard.profile.verify import shares_storage
 from fuseboard.report.data import GraphReport
 from fuseboard.torch_profiler import Spanned
@@ -130,6 +131,16 @@ class Runner:
         results: Sequence[Any] = Spanned(self.uncompiled, f"{self.report.name} [eager]")(inputs)
         sets.without_s = time.perf_counter() - start
         return results
+
+    def eagers_layouts(self, inputs: list[Any]) -> list[Any] | None:
+        """Tensors without memory that are laid out as what the caller gets from eager.
+
+        None where eager can't be run beside a call.
+        """
+        if replayable(self._captured):
+            return None
+        results = self.uncompiled(list(inputs))[: self._visible]
+        return [_laid_out_as(result) for result in results]
 
     def _go_on(self) -> None:
         """After a checked call without a failure."""
@@ -284,3 +295,9 @@ def _each(number: int, checked: Boxed, plain: Boxed) -> Boxed:
         return (plain if next(calls) % number else checked)(args)
 
     return run
+
+
+def _laid_out_as(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -34,9 +34,9 @@ def verify(
     if len(result) != len(expected):
         return Verdict(False, f"returned {len(result)} outputs, expected {len(expected)}")
     for number, (want, got) in enumerate(zip(expected, result, strict=True)):
-        problem = _problem(want, got) or _misplaced(_layout(region, want, number, reference), got)
+        problem = _problem(want, got) or misplaced(_layout(region, want, number, reference), got)
         if problem and reference is not None and number in reference.inner:
-            problem = _problem(want, got) or _misplaced(want, got)
+            problem = _problem(want, got) or misplaced(want, got)
         if problem:
             return Verdict(False, f"output {number} {problem}")
     return Verdict(True) if reference is None else judge(reference, result)
@@ -69,7 +69,8 @@ def _layout(region: Region, want: Any, number: int, reference: Reference | None)
     return want if reference is None else reference.eager[number]
 
 
-def _misplaced(want: Any, got: Any) -> str:
+def misplaced(want: Any, got: Any) -> str:
+    """What is wrong with the strides of a tensor of the right shape; "" for nothing."""
     if not isinstance(want, torch.Tensor) or want.layout != torch.strided or got.numel() == 0:
         return ""
     pairs = [
