@@ -234,6 +234,22 @@ def test_strides_are_eagers_where_fake_ones_are_not():
     assert "output 0 has strides (60, 3, 12, 1), expected (60, 15, 3, 1)" in trip.error
 
 
+def test_strides_as_eagers_are_right_in_the_calls_after_the_choice_too():
+    """Where fake ones are others, of a region whose values aren't judged again."""
+    x = torch.rand(2, 5, 4, 3).transpose(1, 2)
+    function = torch.nn.functional.logsigmoid
+    with plugged("brisk", info=QUICK), plugged("slow", call=slept(0.02), info=QUICK):
+        for decided in ("measured in a call", "taken from the cost database"):
+            torch._dynamo.reset()
+            fn = compiled(function, "brisk", "slow", measure_s=0.1)
+            with torch.no_grad():
+                for _ in range(3):
+                    assert_same(fn(x), function(x))
+            assert last_graph().decided == decided
+    assert states() == {"brisk": "chosen", "slow": "slower"}
+    assert not all_trips()
+
+
 def test_strides_between_regions_may_be_the_fake_ones():
     """The next region was compiled for them; the caller doesn't see them."""
     x = torch.rand(2, 5, 4, 3).transpose(1, 2)

@@ -29,12 +29,15 @@ class Proofs:
     """What checked functions hold regions against, and which code has passed.
 
     :ivar values: hold outputs against a float64 run of the region, where its code hasn't passed.
+    :ivar strides: hold strides against torch's fake values, where eager's aren't known. Those of
+        what was held against eager before may be others.
     :ivar inputs_too: also hold the inputs against copies of them, and undo what was written.
     :ivar passed: the code whose values were right; by ``id``, with the code, which keeps it alive.
     :ivar references: regions that several programs have in common are run once. None: kept nowhere.
     """
 
     values: bool = True
+    strides: bool = True
     inputs_too: bool = False
     passed: dict[int, Any] = field(default_factory=dict)
     references: dict[Any, Reference | str] | None = None
@@ -156,12 +159,23 @@ class CheckedRegion:
         kind = WrongValues if by_value else ContractError
         return kind(self._region.backend, "fuseboard_lower", problem)
 
+    def _laid_out_as(self, result: Any) -> tuple[Any, ...]:
+        """The fake values of the outputs, with a result's strides where it has as many."""
+        if not isinstance(result, list | tuple) or len(result) != len(self._expected):
+            return self._expected
+        return tuple(
+            want.new_empty_strided(want.shape, got.stride())
+            if _strided(want) and _strided(got) and want.dim() == got.dim()
+            else want
+            for want, got in zip(self._expected, result, strict=True)
+        )
+
     def _verdict(self, result: Any, inputs: list[Any], reference: Reference | None) -> Verdict:
         """The verify hook's; where it fails the policy decides, and the default stands in."""
         region, session, report = self._region, self._session, self._report
         arguments: dict[str, Any] = {
             "region": region,
-            "expected": self._expected,
+            "expected": self._expected if self._proofs.strides else self._laid_out_as(result),
             "result": result,
             "inputs": inputs,
             "reference": reference,
@@ -195,8 +209,12 @@ def _restore(inputs: list[Any], before: list[Any]) -> list[int]:
     return written
 
 
+def _strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
 def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+    if _strided(value):
         return value.detach().clone()
     return None
 

@@ -382,7 +382,8 @@ class Tuner:
         candidate.told.state = "chosen"
         tell_what_preparing_gains(candidate, self._candidates, self._session.settings.margin)
         every = self._session.settings.verify_every
-        self._runner.install(candidate.program, Proofs(values=False, inputs_too=every is not None))
+        proofs = Proofs(values=False, strides=not candidate.proven, inputs_too=every is not None)
+        self._runner.install(candidate.program, proofs)
         self._tell_whether_settled()
         self._installed(candidate)
         self._session.notify(
