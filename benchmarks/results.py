@@ -86,8 +86,8 @@ def print_records(console: Console, records: Sequence[Record]) -> None:
     table = Table(title="Speed over eager in the same process", title_justify="left", box=SIMPLE)
     table.add_column("model", no_wrap=True)
     table.add_column("arm", no_wrap=True)
-    columns = ("thr", "ms a call", "speedup [95%]", "of medians", "cold s", "warm s", "settle s")
-    for name in (*columns, "break-even", "peak MiB", "graphs", "breaks"):
+    columns = ("thr", "ms", "guards", "speedup [95%]", "of medians", "cold s", "warm s")
+    for name in (*columns, "settle s", "break-even", "MiB", "graphs", "breaks"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = ""
     for r in records:
@@ -99,6 +99,7 @@ def print_records(console: Console, records: Sequence[Record]) -> None:
             r.arm,
             str(r.threads),
             _number(r.arm_ms, ".3f"),
+            _number(r.guards_ms, ".2f"),
             escape(str(r.speedup)) if r.status in ("ok", "fell back") and r.speedup else r.status,
             _number(r.speedup_of_medians, ".3f"),
             _number(r.cold_first_s, ".2f"),

@@ -1,10 +1,11 @@
-"""Where the time of a cold compile goes, the same way for every arm. Needs torch.
+"""Where the time of a cold compile goes, and Dynamo's in a call, the same way for every arm.
 
 Read against torch 2.13: ``torch/_dynamo/convert_frame.py``, ``torch/_dynamo/output_graph.py`` and
 ``torch/_functorch/aot_autograd.py`` time themselves by ``dynamo_timed``; AOTAutograd calls the
 joint split and each compiler of a backend inside ``track_graph_compiling``
 (``torch/_functorch/_aot_autograd/graph_compile.py``; a backward that is compiled at its first call:
-``runtime_wrappers.py``), whoever the backend is.
+``runtime_wrappers.py``), whoever the backend is. ``torch/csrc/dynamo/eval_frame_cpp.cpp`` tells a
+profiler when it looks up the code of a call, which is the check of guards. Needs torch.
 """
 
 from __future__ import annotations
@@ -16,14 +17,30 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch._dynamo.utils import compilation_time_metrics
 from torch._functorch._aot_autograd import graph_compile, runtime_wrappers
 
 _FRAME = "_compile.compile_inner"
 _BACKEND = "OutputGraph.call_user_compiler"
 _AOT = "create_aot_dispatcher_function"
+#: The event of a profiler in which guards are checked.
+_GUARDS = "TorchDynamo Cache Lookup"
 #: What the joint split is called where the compilers are called by the kind of their graph.
 _JOINT = "joint"
+
+
+def guards_s(call: Callable[[int], object], calls: int) -> float:
+    """Seconds a call in which Dynamo checks guards; 0 where nothing is compiled.
+
+    :param call: makes a call, given its number.
+    """
+    call(0)  # a profiler's first events take longer
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        for number in range(calls):
+            call(number)
+    events = [event for event in profiled.events() if event.name == _GUARDS]
+    return 1e-6 * sum(event.time_range.elapsed_us() for event in events) / calls
 
 
 @dataclass

@@ -37,6 +37,8 @@ class Record:
     :ivar counted: what enters the geometric mean: 1.0 for a failure or a wrong result.
     :ivar cold_first_s: from nothing compiled or cached to the first answer.
     :ivar warm_first_s: the same in a new process with the caches of the cold one.
+    :ivar guards_ms: of a call, Dynamo's check of its guards, as torch's profiler sees it; within
+        ``arm_ms``.
     :ivar settle_s: from the first answer to the last choice between backends; 0 where none is made.
     :ivar peak_bytes: of that warm process, in which eager didn't run.
     :ivar break_even_calls: None where the arm never catches up with eager.
@@ -53,6 +55,7 @@ class Record:
     counted: float | None = None
     eager_ms: float | None = None
     arm_ms: float | None = None
+    guards_ms: float | None = None
     eager_first_s: float | None = None
     cold_first_s: float | None = None
     warm_first_s: float | None = None
@@ -112,6 +115,7 @@ def _fill_times(record: Record, case: Case, values: dict[str, Any]) -> None:
     eager_median_s, arm_median_s = statistics.median(eager_s), statistics.median(arm_s)
     record.samples = {"eager_s": eager_s, "arm_s": arm_s}
     record.eager_ms, record.arm_ms = 1e3 * eager_median_s, 1e3 * arm_median_s
+    record.guards_ms = 1e3 * values["guards_s"]
     record.eager_first_s = values["eager_first_s"]
     if case.arm.name == BASELINE:
         record.counted = record.speedup_of_medians = 1.0

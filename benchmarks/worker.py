@@ -34,6 +34,8 @@ from benchmarks.protocol import Protocol
 
 #: Prefix of progress lines: a model may print as well.
 PROGRESS = "@step "
+#: How many calls are made under a profiler for the time that Dynamo's guards take.
+GUARDED_CALLS = 10
 #: How many calls a ``first`` process makes before its peak memory is read.
 MEMORY_CALLS = 10
 #: How many calls a choice may need after everything is compiled.
@@ -196,6 +198,11 @@ def phase_full(arm: Arm, workload: Workload, protocol: Protocol) -> dict[str, An
         step("rounds")
         round_s = sum(call_s for call_s, _ in warm.values())
         seconds = measure_rounds(runs, workload.inputs, round_s, protocol)
+        inputs = workload.inputs
+        arms_run = runs["eager" if alone else "arm"]
+        result["guards_s"] = spans.guards_s(
+            lambda i: arms_run(*inputs[i % len(inputs)]), GUARDED_CALLS
+        )
     result["eager_s"] = seconds["eager"]
     result["arm_s"] = seconds["eager" if alone else "arm"]
     return result

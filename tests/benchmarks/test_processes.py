@@ -4,10 +4,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 
-from benchmarks import processes
+import torch
+
+from benchmarks import processes, spans
 from benchmarks.processes import Caches, empty_caches, worker_environment
 from benchmarks.protocol import QUICK
+from tests.support.values import rnd
 
 
 def test_threads_are_pinned_and_settings_cleared(monkeypatch, tmp_path):
@@ -114,3 +118,14 @@ def test_a_real_worker_measures():
     assert outcome.failure == ""
     assert len(outcome.values["eager_s"]) == len(outcome.values["arm_s"]) == 5
     assert outcome.values["problem"] == ""
+    assert outcome.values["guards_s"] == 0.0  # nothing is compiled
+
+
+def test_the_time_of_guards():
+    """It is within that of the calls."""
+    compiled = torch.compile(torch.nn.Linear(4, 4), backend="eager")
+    x = rnd(2, 4)
+    compiled(x)
+    start = time.perf_counter()
+    found = spans.guards_s(lambda number: compiled(x), 5)
+    assert 0.0 < 5 * found < time.perf_counter() - start

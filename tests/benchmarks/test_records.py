@@ -38,6 +38,7 @@ def full(speedup=2.0, **changes):
         "steady": True,
         "eager_s": [1.0] * 30,
         "arm_s": [1.0 / speedup] * 30,
+        "guards_s": 0.25,
         "load": 0.0,
         "dynamo": {"graphs": 1, "graph_breaks": 0},
     }
@@ -54,6 +55,7 @@ def test_a_record_holds_every_figure():
     r = record()
     assert (r.status, r.speedup, r.speedup_of_medians) == ("ok", Estimate(2.0, 2.0, 2.0), 2.0)
     assert (r.counted, r.eager_ms, r.arm_ms) == (2.0, 1000.0, 500.0)
+    assert r.guards_ms == 250.0
     assert (r.cold_first_s, r.warm_first_s, r.break_even_calls) == (10.5, 2.0, 20)
     assert (r.peak_bytes, r.graphs, r.graph_breaks) == (2**28, 1, 0)
     assert len(r.samples["arm_s"]) == 30

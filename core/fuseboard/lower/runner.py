@@ -132,15 +132,11 @@ class Runner:
         sets.without_s = time.perf_counter() - start
         return results
 
-    def eagers_layouts(self, inputs: list[Any]) -> list[Any] | None:
-        """Tensors without memory that are laid out as what the caller gets from eager.
-
-        None where eager can't be run beside a call.
-        """
+    def eagers_results(self, inputs: list[Any]) -> Sequence[Any]:
+        """What the caller gets from eager; nothing where eager can't be run beside a call."""
         if replayable(self._captured):
-            return None
-        results = self.uncompiled(list(inputs))[: self._visible]
-        return [_laid_out_as(result) for result in results]
+            return ()
+        return self.uncompiled(list(inputs))[: self._visible]
 
     def _go_on(self) -> None:
         """After a checked call without a failure."""
@@ -295,9 +291,3 @@ def _each(number: int, checked: Boxed, plain: Boxed) -> Boxed:
         return (plain if next(calls) % number else checked)(args)
 
     return run
-
-
-def _laid_out_as(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -17,7 +17,7 @@ import torch
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Stage
-from fuseboard.errors import ContractError, NotEnoughMemory, RegionError
+from fuseboard.errors import NotEnoughMemory, RegionError
 from fuseboard.lower.caching import Token
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.failure import decide, describe, trip
@@ -32,10 +32,10 @@ from fuseboard.profile.choose import choose
 from fuseboard.profile.composite import Composite
 from fuseboard.profile.costs import Decision
 from fuseboard.profile.kept_inputs import KeptInputs
+from fuseboard.profile.layouts import Layouts
 from fuseboard.profile.measure import generators_put_back
 from fuseboard.profile.ranks import Decide, here
 from fuseboard.profile.timing import Timing
-from fuseboard.profile.verify import misplaced
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_profiler import is_recording
 from fuseboard.torch_symbols import compiling_in_a_call
@@ -83,8 +83,6 @@ class Tuner:
         self._crowded: list[Candidate] = []
         self._timing = Timing(runner.session, runner.report)
         self._kept = KeptInputs()
-        #: Tensors laid out as eager's results, while candidates are compared; None: not known yet.
-        self._layouts: list[Any] | None = None
         self._call: Boxed = torch.compiler.disable(self._tune)  # Dynamo must not trace it
 
     @property
@@ -254,9 +252,9 @@ class Tuner:
     def _compare_due(self, inputs: list[Any]) -> None:
         due, self._due = self._due, []
         self._crowded = []
-        self._layouts = None
         order = [c for c in self._candidates if c in due or c is self._chosen]
         proofs = Proofs(values=self._session.settings.verify != "off", references={})
+        layouts = Layouts(self._runner, inputs)
         profiling = self._report.timed("profile")
         with (
             compiling,
@@ -270,7 +268,7 @@ class Tuner:
                     continue
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
-                if not candidate.proven and not self._verify(candidate, inputs, proofs):
+                if not candidate.proven and not self._verify(candidate, inputs, proofs, layouts):
                     if candidate not in self._crowded and not candidate.out:  # eager raises as well
                         self._due = due
                         self._runner.interrupt(self._call)
@@ -312,7 +310,9 @@ class Tuner:
             self._report.notes.append(f"rank 0 chose {chosen}, which isn't right on this rank")
         return found or (right[0] if right and chosen else None)
 
-    def _verify(self, candidate: Candidate, inputs: list[Any], proofs: Proofs) -> bool:
+    def _verify(
+        self, candidate: Candidate, inputs: list[Any], proofs: Proofs, layouts: Layouts
+    ) -> bool:
         """Whether a candidate keeps its contract and computes the right values."""
         assert candidate.program is not None
         sets = candidate.program.sets
@@ -324,7 +324,7 @@ class Tuner:
         try:
             results = candidate.program.trial(proofs)(list(inputs))
             if proofs.values and len(candidate.cuts) > 1:
-                self._check_layouts(candidate, results, inputs)
+                layouts.check(candidate, results)
         except NotEnoughMemory as error:
             if any(c.holds_weights for c in self._candidates if c is not self._chosen):
                 self._crowded.append(candidate)
@@ -340,26 +340,6 @@ class Tuner:
             return False
         candidate.proven = True
         return True
-
-    def _check_layouts(
-        self, candidate: Candidate, results: Sequence[Any], inputs: list[Any]
-    ) -> None:
-        """Hold the strides of what the caller gets against eager's.
-
-        Each region may be right by itself: what it is given by other regions may be laid out as
-        torch's fake values say, which isn't always as eager does.
-
-        :raises ContractError: they are others.
-        """
-        if self._layouts is None:
-            self._layouts = self._runner.eagers_layouts(inputs) or []
-        for number, (want, got) in enumerate(zip(self._layouts, results, strict=False)):
-            if want is not None and (problem := misplaced(want, got)):
-                others = [cut.backend for cut in candidate.cuts if cut.backend != "eager"]
-                backend = others[-1] if others else "eager"
-                raise ContractError(
-                    backend, "fuseboard_lower", f"output {number} of the whole graph {problem}"
-                )
 
     def _fastest(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
         """Time candidates in turn; what raises now is out."""
