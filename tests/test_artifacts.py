@@ -309,6 +309,16 @@ def test_clear_removes_what_is_asked_for(filled, words, left):
     assert sorted(row.kind for row in filled.rows()) == left
 
 
+def test_clear_of_a_backend_that_made_nothing(filled, tmp_path, monkeypatch):
+    """It says whose files there are; a misspelt name would remove nothing in silence."""
+    made_by = ", ".join(sorted({row.parts["backend"] for row in filled.rows()}))
+    said = f"nothing of 'nosuch' in {filled.directory}: what is there was made by {made_by}"
+    assert cache("clear", "--backend", "nosuch").split() == said.split()
+    assert len(list(filled.rows())) == 3
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "none"))
+    assert cache("clear", "--backend", "nosuch").rstrip().endswith(": no files")
+
+
 def test_files_of_others_are_left_alone(filled):
     """Only what the store made is counted or removed."""
     foreign = next(filled.directory.rglob(f"*{ARTIFACT}")).parent / "notes.txt"

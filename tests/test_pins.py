@@ -476,6 +476,13 @@ def call(model, x):
     return model(x)
 
 
+def test_the_paths_of_a_sequential_are_numbers():
+    """They are told one by one: all of them at once would be ``*``."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    said = error_of(model, {"backends": ["spy", "eager"], "pin": {"gelu": "spy"}})
+    assert "Nearest module paths: 0, 1." in said
+
+
 @pytest.mark.parametrize(
     "target",
     [Net(), through_global, closure(), Trainer().step, partial(call, Net()), Net().forward],

@@ -95,6 +95,15 @@ def clear(
 ) -> None:
     """Remove what is there; it is compiled again when it is needed."""
     store = _store()
+    made_by = {row.parts["backend"] for row in store.rows() if "backend" in row.parts}
+    if backend and backend not in made_by:
+        others = (
+            f"what is there was made by {', '.join(sorted(made_by))}" if made_by else "no files"
+        )
+        Console().print(
+            Text(f"nothing of {backend!r} in {store.directory}: {others}"), soft_wrap=True
+        )
+        return
 
     def wanted(row: Row) -> bool:
         if backend and row.parts.get("backend") != backend:

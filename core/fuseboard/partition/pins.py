@@ -342,6 +342,8 @@ def _near(rule: Rule, known: Collection[str], ops: Sequence[str]) -> str:
         return f" Nearest ops: {', '.join(near_ops) or f'none of {namespace}'}."
     # Numbered blocks as one: a list of layers.0 to layers.4 would say little.
     paths = {re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", path) for path in known}
+    if paths == {"*"}:  # of an nn.Sequential
+        paths = set(known)
     if not paths:
         return " There are no modules in what is compiled."
     near = get_close_matches(rule.pattern, sorted(paths), n=_SHOWN, cutoff=0.5)
