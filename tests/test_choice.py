@@ -99,6 +99,22 @@ def test_a_later_candidate_has_to_win_by_the_margin(latencies, winner):
     assert choose([Measurement(us, us, us, 5) for us in latencies], margin=0.03) == winner
 
 
+def test_what_a_loser_told_when_it_was_lowered_is_kept():
+    """The winner's notes are in the graph's regions, the losers' in their rows."""
+
+    def lower(region):
+        call = slept(0.02)(fuseboard.lower_eagerly(region).call, region)
+        return fuseboard.LoweredRegion(call=call, notes=("an op fell back",))
+
+    with plugged("brisk", info=QUICK), plugged("slow", lower=lower, info=QUICK):
+        fn = compiled(f, "slow", "brisk", measure_s=0.2)
+        with torch.no_grad():
+            fn(X)
+    notes = {told.name: told.notes for told in last_graph().candidates}
+    assert "an op fell back" in notes["slow"]
+    assert notes["brisk"] == []
+
+
 def test_the_faster_of_two_backends_runs():
     with plugged("brisk", info=QUICK), plugged("slow", call=slept(0.02), info=QUICK):
         fn = compiled(f, "slow", "brisk", measure_s=0.2)

@@ -163,6 +163,7 @@ def test_the_text_has_a_table_of_candidates_and_what_was_not_tried():
         ),
         candidate("liar", state="failed", problem="ValueError: told below"),
         candidate("old", state="failed", problem="wrong values in an earlier process"),
+        candidate("other", 4000, notes=["not in the cache"]),
         candidate("inductor by blocks", state="waiting"),
         settled=False,
         decided="measured in a call",
@@ -179,6 +180,7 @@ def test_the_text_has_a_table_of_candidates_and_what_was_not_tried():
         "mkldnn+eager chosen 2.00 ms 1.80-2.20 ms 1.50 250 ms 12.3 MB",
         "inductor by blocks waiting - - - - -",
         "old failed: wrong values in an earlier process",
+        "other: not in the cache",
         "tvm it runs only where the setting backends names it",
         "picky it took no op",
     ):

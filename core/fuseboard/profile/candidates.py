@@ -110,6 +110,7 @@ class Candidate:
     def drop(self, state: str, problem: str = "") -> None:
         """Let go of what was lowered."""
         self.told.state, self.told.problem = state, problem
+        self.told.notes[:] = dict.fromkeys(note for one in self.regions for note in one.notes)
         self.program = self.given = None
         self.postponed = False
         self.ready.clear()

@@ -22,6 +22,7 @@ class Row:
         perhaps not in turn.
     :ivar peak: the most that a call allocates at once.
     :ivar problem: why it is out, where no trip of the report says so already.
+    :ivar notes: of its regions, where these aren't shown.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Row:
     compile: str
     peak: str
     problem: str
+    notes: tuple[str, ...]
 
 
 def rows(graph: GraphReport) -> list[Row]:
@@ -46,6 +48,7 @@ def rows(graph: GraphReport) -> list[Row]:
             compile=NONE if told.compile_s is None else duration(told.compile_s * 1e6),
             peak=NONE if told.peak_bytes is None else size(told.peak_bytes),
             problem=problem(graph, told),
+            notes=tuple(told.notes),
         )
         for told in graph.candidates
     ]

@@ -103,6 +103,8 @@ class CandidateReport:
         was in both. None where eager wasn't timed in this process.
     :ivar compile_s: what lowering it took, here or in the process that did it.
     :ivar problem: why it failed or wasn't tried.
+    :ivar notes: of its regions once it is out, such as what its key in the cache differed in. Those
+        of the one that runs are in the graph's regions.
     """
 
     name: str
@@ -115,6 +117,7 @@ class CandidateReport:
     compile_s: float | None = None
     peak_bytes: int | None = None
     problem: str = ""
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass

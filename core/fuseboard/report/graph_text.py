@@ -70,6 +70,7 @@ def _choice(graph: GraphReport) -> list[RenderableType]:
     rows = choices.rows(graph)
     parts.append(Padding(_candidates(rows), (0, 0, 0, 1), expand=False))
     parts += [line(f"{row.name} {row.state}: {row.problem}", "red") for row in rows if row.problem]
+    parts += [line(f"{row.name}: {note}", "dim") for row in rows for note in row.notes]
     if untried := choices.untried(graph):
         parts += [line("not tried:", "dim"), Padding(_untried(untried), (0, 0, 0, 3), expand=False)]
     return parts
