@@ -10,7 +10,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseboard
-from fuseboard.profile.rewrites import changed, judge_rewrites
+from fuseboard.profile.rewrites import changed, judge_rewrites, peak_bytes
 from fuseboard.report.data import ledger
 from fuseboard.torch_copies import copy_graph
 from tests.support.backends import all_trips, compiled, observing
@@ -222,6 +222,23 @@ def test_inputs_that_are_not_known_are_told():
     call(aten.cos.default)(after, first(after, aten.sin.default))
     answer = judge_rewrites(before, after, None)
     assert answer == "the values of its inputs aren't known when it is compiled"
+
+
+def test_what_would_take_too_much_memory_is_told(monkeypatch):
+    """Eager's activations may not fit where a memory budget is set."""
+    before, after = both(fused, X, W)
+    call(aten.cos.default)(after, first(after, aten.sin.default))
+    monkeypatch.setattr("fuseboard.profile.rewrites.free_bytes", lambda device: 500)
+    answer = judge_rewrites(before, after, [X, W])
+    assert answer.startswith("running what comes before them would take 0 MiB")
+
+
+def test_the_peak_of_a_graph():
+    """36 floats each: the product and ``x * 0.5`` at once, then their sum beside both."""
+    graph, _ = both(fused, X, W)
+    assert peak_bytes(graph) == 3 * 36 * 4
+    graph, _ = both(lambda x: torch.relu(x.t().view(-1).view(6, 6).t() + 1).t() * 2, X.t())
+    assert peak_bytes(graph) == 2 * 36 * 4
 
 
 # --- what differs ---------------------------------------------------------------------------------

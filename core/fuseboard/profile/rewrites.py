@@ -17,10 +17,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fuseboard.contracts import Verdict
+from fuseboard.lower.spare_memory import free_bytes
+from fuseboard.partition.estimate import is_view, value_bytes
 from fuseboard.profile.reference import Reference, make_reference, replayable, run_eager
 from fuseboard.profile.values import judge
 from fuseboard.torch_copies import graph_module, part_of_graph
 from fuseboard.torch_symbols import in_the_example, why_unknown
+
+#: Of the free memory, what running a graph may take.
+MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,11 @@ def judge_rewrites(
     if reason := replayable(before) or replayable(change.after):
         return reason
     first = before.graph.find_nodes(op="placeholder")
+    leading = _part(before, first, change.inputs, first)
+    if reason := _why_no_room(leading):
+        return reason
     try:
-        values = run_eager(_part(before, first, change.inputs, first), inputs)
+        values = run_eager(leading, inputs)
         reference = make_reference(change.before, values)
     except Exception as error:  # eager raises it, too: the user's own, if it is in the call
         return f"{type(error).__name__}: {error}"
@@ -133,6 +141,48 @@ def example_values(graph: GraphModule, inputs: Sequence[Any]) -> list[Any] | Non
             return None
         values.append(value)
     return values if next(real, None) is None else None
+
+
+def _why_no_room(graph: GraphModule) -> str:
+    """Why a graph shouldn't be run op by op here; "" where it may.
+
+    A joint graph holds what eager would, also where a memory budget or checkpoints are to avoid it.
+    """
+    sized = [node.meta.get("val") for node in graph.graph.nodes]
+    device = next((value.device for value in sized if isinstance(value, torch.Tensor)), None)
+    free = None if device is None else free_bytes(device)
+    needed = peak_bytes(graph)
+    if free is None or needed <= MEMORY_SHARE * free:
+        return ""
+    return (
+        f"running what comes before them would take {needed / 2**20:.0f} MiB of the "
+        f"{free / 2**20:.0f} MiB that are free"
+    )
+
+
+def peak_bytes(graph: GraphModule) -> float:
+    """What a graph that is run op by op holds at the most, beside its inputs."""
+    nodes = list(graph.graph.nodes)
+    owner: dict[Node, Node] = {}
+    last: dict[Node, int] = {}
+    for number, node in enumerate(nodes):
+        read = node.all_input_nodes
+        shares = is_view(node) or node.target is operator.getitem
+        owner[node] = owner[read[0]] if read and shares else node
+        for one in (node, *read):
+            last[owner[one]] = number
+    ends: dict[int, list[Node]] = {}
+    for node, number in last.items():
+        ends.setdefault(number, []).append(node)
+    held = peak = 0.0
+    for number, node in enumerate(nodes):
+        if owner[node] is node and node.op == "call_function":
+            held += value_bytes(node.meta.get("val"))
+            peak = max(peak, held)
+        for gone in ends.get(number, ()):
+            if gone.op == "call_function":
+                held -= value_bytes(gone.meta.get("val"))
+    return peak
 
 
 def _stands_for(value: Any, known: Any) -> bool:
