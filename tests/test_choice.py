@@ -115,6 +115,27 @@ def test_what_a_loser_told_when_it_was_lowered_is_kept():
     assert notes["brisk"] == []
 
 
+def test_what_aotautograd_captures_wrongly_runs_as_dynamos_graph():
+    """Torch takes resizing apart with other coordinates than its kernel's."""
+
+    def resized(x):
+        return torch.nn.functional.interpolate(x, scale_factor=1.3, mode="nearest")
+
+    x = torch.tensor([[[[1.0, 2.0]]]], dtype=torch.float64)
+    with plugged("brisk", info=QUICK), timed_as(brisk=1.0, eager=9.0):
+        fn = compiled(resized, "brisk", "eager")
+        with torch.no_grad():
+            for _ in range(3):
+                assert_same(fn(x), resized(x))
+    assert states() == {"brisk": "failed", "eager": "chosen"}
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == (
+        "AOTAutograd",
+        "capture",
+        "Dynamo's own graph",
+    )
+
+
 def test_the_faster_of_two_backends_runs():
     with plugged("brisk", info=QUICK), plugged("slow", call=slept(0.02), info=QUICK):
         fn = compiled(f, "slow", "brisk", measure_s=0.2)

@@ -28,6 +28,7 @@ from fuseboard.lower.weights import any_version
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate, tell_what_preparing_gains
+from fuseboard.profile.captured import check_capture
 from fuseboard.profile.choose import choose
 from fuseboard.profile.composite import Composite
 from fuseboard.profile.costs import Decision
@@ -276,6 +277,8 @@ class Tuner:
                     continue
                 if self._chosen is None:
                     self._install(candidate)  # if the user interrupts, there is something to run
+            if proofs.values:
+                check_capture(self._runner, self._candidates, due, proofs.references, inputs)
             right = [candidate for candidate in order if candidate.proven and not candidate.out]
             proofs.references = None
             winner = self._winner(right, inputs)
