@@ -171,3 +171,18 @@ def test_autocast_around_the_call_is_kept():
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert run(product, rnd(3, 3)).notes != OWN
+
+
+def test_powers_of_a_negative_number():
+    """Torch writes ``-2 ** x`` for them, which is ``-(2 ** x)``."""
+    powers = torch.arange(6)
+    assert run(lambda x: ((-2) ** x, (-0.5) ** x, 2**x), powers).notes == OWN
+
+
+def test_powers_inside_of_control_flow():
+    def f(x):
+        return torch.cond(x.sum() > 0, lambda x: (-2) ** x, lambda x: (-3) ** x, (x,))
+
+    fn = compiled(f, "eager")
+    assert fn(torch.arange(4)).tolist() == [1, -2, 4, -8]
+    assert fn(torch.zeros(2, dtype=torch.int64)).tolist() == [1, 1]

@@ -15,6 +15,7 @@ from fuseboard.board import Session, board
 from fuseboard.config import resolve
 from fuseboard.contracts import Boxed
 from fuseboard.errors import LoweringError, PluginError
+from fuseboard.original import mend_powers
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline import Pipeline
 from fuseboard.report.data import ledger
@@ -37,6 +38,7 @@ def fuseboard(
     :raises SettingsError: a setting is wrong; nothing has been compiled.
     """
     session = board.session(resolve(options, mode))
+    mend_powers(graph)
     capture = _Capture(session, graph)
     with torch_internals.without_donated_buffers(), capture.knowing(example_inputs):
         aot = torch_internals.aot_autograd(

@@ -6,6 +6,7 @@ apart (resizing an image becomes dozens of index ops), and it has more of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,23 @@ from fuseboard.work import Work, placed
 _MODES = frozenset(
     {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"}
 )
+
+
+def mend_powers(graph: GraphModule) -> None:
+    """Let what torch writes for ``(-2) ** x`` mean that.
+
+    ``torch/fx/graph.py`` of 2.13 writes the operator between its operands as they are: ``-2 ** x``,
+    which is ``-(2 ** x)``. As a call of ``pow`` it can't be misread.
+    """
+    for module in graph.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        powers = module.graph.find_nodes(op="call_function", target=operator.pow)
+        misread = [n for n in powers if isinstance(n.args[0], int | float) and n.args[0] < 0]
+        for node in misread:
+            node.target = pow
+        if misread:
+            module.recompile()
 
 
 def original(graph: GraphModule, example_inputs: Sequence[Any], work: Work) -> Site | None:
