@@ -128,6 +128,7 @@ def test_what_aotautograd_captures_wrongly_runs_as_dynamos_graph():
             for _ in range(3):
                 assert_same(fn(x), resized(x))
     assert states() == {"brisk": "failed", "eager": "chosen"}
+    assert not last_graph().notes
     (trip,) = all_trips()
     assert (trip.plugin, trip.stage, trip.instead) == (
         "AOTAutograd",

@@ -304,7 +304,8 @@ class Tuner:
         """The fastest of what is right, as this rank or another one decides."""
 
         def name() -> str:
-            fastest = self._fastest(right, inputs) if len(right) > 1 else self._chosen
+            only = next(iter(right), None)
+            fastest = self._fastest(right, inputs) if len(right) > 1 else only
             return fastest.name if fastest is not None else ""
 
         chosen = self._decide(name)
