@@ -270,3 +270,19 @@ def test_norms_of_halves_with_float32_weights(norm, dtype):
         # Another rounding of a few halves; sums that cancel out have an error of their terms'.
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
     assert not all_trips()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_later_backward_may_keep_its_graph(backend):
+    """No backward overwrites saved tensors, so one that ran before doesn't forbid it."""
+
+    def f(x):
+        return (x.sin() * x).sum()
+
+    fn = compiled(f, *dict.fromkeys([backend, "eager"]))
+    x = rnd(3).requires_grad_()
+    fn(x).backward()
+    result = fn(x)
+    result.backward(retain_graph=True)
+    result.backward()
+    torch.testing.assert_close(x.grad, 3 * (x.cos() * x + x.sin()).detach())

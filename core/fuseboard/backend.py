@@ -92,6 +92,8 @@ class _Capture:
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:
         if kind != "backward":
             self._mutated = torch_internals.input_roles().mutated
+        if kind == "forward":
+            torch_internals.note_no_donated_buffers()
         self.was_compiling = True
         boxed = self.pipeline.compile(graph, inputs, kind)
         self.was_compiling = False

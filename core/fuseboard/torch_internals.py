@@ -228,6 +228,19 @@ def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
     return config.patch(donated_buffer=False)  # type: ignore[no-any-return]
 
 
+def note_no_donated_buffers() -> None:
+    """Tell the forward graph that is being compiled that its backward overwrites no saved tensor.
+
+    Without that note a backward that ran once without ``retain_graph`` is taken to overwrite some,
+    and a later ``backward(retain_graph=True)`` is refused. Read in ``runtime_wrappers.py``
+    (``_backward_impl``) of torch 2.13.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata: Any = getattr(context, "fw_metadata", None)
+    if getattr(metadata, "bw_donated_idxs", ()) is None:
+        metadata.bw_donated_idxs = []
+
+
 def min_cut_partition(
     joint: GraphModule,
     inputs: Sequence[Any],
