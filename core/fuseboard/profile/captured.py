@@ -8,7 +8,6 @@ against what eager computes: a run of Dynamo's graph is judged as if it were a c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -73,20 +72,5 @@ def _known(outputs: list[Node], references: Mapping[Any, Reference | str]) -> Re
             continue
         made = list(key[key.index(None) + 1 :])
         if set(outputs) <= set(made):
-            return _in_order(reference, [made.index(node) for node in outputs])
+            return reference.of([made.index(node) for node in outputs])
     return None
-
-
-def _in_order(reference: Reference, places: list[int]) -> Reference:
-    def disturbed() -> tuple[Any, ...]:
-        found = reference.disturbed()
-        return tuple(found[i] for i in places) if found else ()
-
-    return replace(
-        reference,
-        eager=tuple(reference.eager[i] for i in places),
-        precise=tuple(reference.precise[i] for i in places),
-        rules=tuple(reference.rules[i] for i in places),
-        spreads=tuple(reference.spreads[i] for i in places),
-        disturbed=disturbed,
-    )

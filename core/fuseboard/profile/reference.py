@@ -60,6 +60,22 @@ class Reference:
     inner: frozenset[int] = frozenset()
     disturbed: Callable[[], tuple[Spread, ...]] = field(default=lambda: (), repr=False)
 
+    def of(self, places: Sequence[int]) -> Reference:
+        """What some of the outputs are held against, in the order of ``places``."""
+
+        def disturbed() -> tuple[Spread, ...]:
+            found = self.disturbed()
+            return tuple(found[i] for i in places) if found else ()
+
+        return replace(
+            self,
+            eager=tuple(self.eager[i] for i in places),
+            precise=tuple(self.precise[i] for i in places),
+            rules=tuple(self.rules[i] for i in places),
+            spreads=tuple(self.spreads[i] for i in places),
+            disturbed=disturbed,
+        )
+
 
 def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
     """Run a graph in eager and in float64.

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate, map_arg
 from fuseboard.contracts import Verdict
 from fuseboard.lower.spare_memory import free_bytes
 from fuseboard.partition.estimate import is_view, value_bytes
-from fuseboard.profile.reference import Reference, make_reference, replayable, run_eager
+from fuseboard.profile.reference import make_reference, replayable, run_eager
 from fuseboard.profile.values import judge
 from fuseboard.torch_copies import graph_module, part_of_graph
 from fuseboard.torch_symbols import in_the_example, why_unknown
@@ -75,7 +75,7 @@ def judge_rewrites(
     except Exception as error:  # an op may raise anything
         return Verdict(False, f"what was rewritten raises {type(error).__name__}: {error}")
     for number, (node, result) in enumerate(zip(change.outputs, results, strict=True)):
-        verdict = judge(_alone(reference, number), [result])
+        verdict = judge(reference.of([number]), [result])
         if not verdict.ok:
             problem = verdict.problem.removeprefix("output 0 ")
             where = f"what takes the place of {node.name} ({node.target})"
@@ -203,19 +203,6 @@ def _drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     dtype = like.dtype if like.dtype.is_floating_point or like.dtype.is_complex else torch.float32
     drawn = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
     return drawn.to(like.device, like.dtype)
-
-
-def _alone(reference: Reference, number: int) -> Reference:
-    """What one output is held against."""
-    here = slice(number, number + 1)
-    return replace(
-        reference,
-        eager=reference.eager[here],
-        precise=reference.precise[here],
-        rules=reference.rules[here],
-        spreads=reference.spreads[here],
-        disturbed=lambda: reference.disturbed()[here],
-    )
 
 
 # --- what differs ---------------------------------------------------------------------------------
