@@ -132,7 +132,7 @@ def time_runner(run: Run, inputs: Sequence[tuple[Any, ...]], made: list[Any], gi
     args = given[0]
     winner = directly(runner, args)
     calls = dict(
-        zip(RUNNER_KINDS, (winner, winner, lambda: runner.function(list(args))), strict=True)
+        zip(RUNNER_KINDS, (winner, winner, lambda: runner.entry.function(list(args))), strict=True)
     )
     order = random.Random(Protocol.seed)
     seconds: dict[str, list[float]] = {kind: [] for kind in RUNNER_KINDS}

@@ -93,7 +93,7 @@ def test_list_where_the_output_has_no_micro_sign(filled):
 
 def test_list_of_a_level_that_is_none(filled):
     """The levels are told."""
-    assert "'grph': allowed: graph, region, step" in refused("list", "--level", "grph")
+    assert "'grph': allowed: graph, region, step, capture" in refused("list", "--level", "grph")
 
 
 def test_list_without_a_database(tmp_path, monkeypatch):

@@ -119,6 +119,9 @@ def test_forward_and_backward_are_linked(tmp_path):
     assert starts & ends
 
 
+STAGES = ("fuse", "partition", "partition", "lower")
+
+
 def test_a_first_call_shows_stages_and_checks():
     """Compiled under the profiler: the region inside of its verification, then by itself."""
     with plugged() as backend, profile(activities=CPU) as trace, torch.no_grad():
@@ -126,7 +129,7 @@ def test_a_first_call_shows_stages_and_checks():
         fn(rnd(3)), fn(rnd(3))
     graph = last_graph().name
     region = f"{graph}.region0 [fake]"
-    stages = [f"{stage} {graph}" for stage in ("fuse", "partition", "partition", "lower")]
+    stages = [f"{stage} {graph}" for stage in (*STAGES, "capture")]
     expected = [*stages, f"verify {region}", region, region]
     assert spans(trace) == [f"fuseboard::{name}" for name in expected]
 
@@ -140,9 +143,7 @@ def test_measuring_is_a_span_of_its_own():
     graph = last_graph().name
     names = [name.removeprefix("fuseboard::") for name in spans(trace)]
     stages = [name for name in names if name.endswith(f" {graph}")]
-    assert stages == [
-        f"{stage} {graph}" for stage in ("fuse", "partition", "partition", "lower", "profile")
-    ]
+    assert stages == [f"{stage} {graph}" for stage in (*STAGES, "capture", "profile")]
     compared = names[names.index(f"profile {graph}") + 1 :]
     assert set(compared[:2]) == {f"{graph}.region0 [eager]", f"{graph}.region0 [fake]"}
     # Two trials that were verified, and the calls; many more were timed.

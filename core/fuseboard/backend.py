@@ -12,14 +12,19 @@ from torch.fx import GraphModule
 
 from fuseboard import mixed_norms, torch_internals
 from fuseboard.board import Session, board
+from fuseboard.captured import CannotCompare, Capture
 from fuseboard.config import resolve
-from fuseboard.contracts import Boxed
+from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import LoweringError, PluginError
+from fuseboard.lower.entry import Entry
+from fuseboard.lower.specialise import compiling
 from fuseboard.original import mend_powers
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline import Pipeline
+from fuseboard.profile.ranks import several_ranks
 from fuseboard.report.data import ledger
 from fuseboard.step import whole_step
+from fuseboard.torch_copies import copy_graph
 
 
 def fuseboard(
@@ -39,26 +44,28 @@ def fuseboard(
     """
     session = board.session(resolve(options, mode))
     mend_powers(graph)
-    capture = _Capture(session, graph)
-    with torch_internals.without_donated_buffers(), capture.knowing(example_inputs):
+    call = _BackendCall(session, graph)
+    with torch_internals.capturing(), call.knowing(example_inputs):
         aot = torch_internals.aot_autograd(
-            fw_compiler=partial(capture.compile, kind="forward"),
-            bw_compiler=partial(capture.compile, kind="backward"),
-            inference_compiler=partial(capture.compile, kind="inference"),
-            partition_fn=capture.partition_joint,
-            decompositions=capture.decompositions(example_inputs),
+            fw_compiler=partial(call.compile, kind="forward"),
+            bw_compiler=call.compile_backward,
+            inference_compiler=partial(call.compile, kind="inference"),
+            partition_fn=call.partition_joint,
+            decompositions=call.decompositions(example_inputs),
         )
         try:
             compiled = aot(graph, example_inputs)
         except Exception as error:  # AOTAutograd's ways to refuse a graph are many
-            if capture.was_compiling or torch_internals.is_dynamos(error):
+            if call.was_compiling or torch_internals.is_dynamos(error):
                 raise
-            capture.pipeline.contain_refused_graph(error)
-            return graph.forward
-    return capture.guard_overlap(capture.whole_step(compiled), example_inputs)
+            call.pipeline.contain_refused_graph(error)
+            return torch_internals.forward_of(graph)
+    if call.is_another(compiled, example_inputs):
+        return torch_internals.forward_of(graph)
+    return call.guard_overlap(call.whole_step(compiled), example_inputs)
 
 
-class _Capture:
+class _BackendCall:
     """One call of the backend.
 
     :ivar was_compiling: whether the board's own stages ran when AOTAutograd ended, not its code.
@@ -72,8 +79,11 @@ class _Capture:
         wishes = session.settings.pin or session.settings.exclude
         pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, torch_internals.frame_name(), pins)
+        #: Ways into the graphs that AOTAutograd captured.
+        self.entries: list[Entry] = []
         self.was_compiling = False
         self._mutated: frozenset[int] = frozenset()
+        self._inputs = 0
 
     @contextmanager
     def knowing(self, example_inputs: Sequence[Any]) -> Iterator[None]:
@@ -89,15 +99,48 @@ class _Capture:
         finally:
             self.pipeline.example_inputs, self.pipeline.dynamos = (), None
 
-    def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: Any) -> Boxed:
-        if kind != "backward":
-            self._mutated = torch_internals.input_roles().mutated
+    def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
+        """For a forward or inference graph."""
+        self._mutated = torch_internals.input_roles().mutated
+        self._inputs = len(inputs)
         if kind == "forward":
             torch_internals.note_no_donated_buffers()
+        entry = self._entry(graph, kind)
+        self._compile(entry, kind)
+        return entry.boxed()
+
+    def compile_backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
+        """A backward graph is compiled when it first runs: it may never do.
+
+        One with sizes among its inputs is compiled at once: a later guard on them would be lost.
+        """
+        entry = self._entry(graph, "backward")
+        if any(isinstance(value, torch.SymInt) for value in inputs):
+            self._compile(entry, "backward")
+        else:
+            entry.put(self._compiling_first(entry))
+        return entry.boxed()
+
+    def _entry(self, graph: GraphModule, kind: GraphKind) -> Entry:
+        self.entries.append(Entry(copy_graph(graph), f"captured_{kind}"))
+        return self.entries[-1]
+
+    def _compile(self, entry: Entry, kind: GraphKind) -> None:
         self.was_compiling = True
-        boxed = self.pipeline.compile(graph, inputs, kind)
+        self.pipeline.compile(entry, kind)
         self.was_compiling = False
-        return boxed
+
+    def _compiling_first(self, entry: Entry) -> Boxed:
+        entered = torch_internals.compiling_later()
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            with compiling:
+                if entry.function is call:  # else another thread was quicker
+                    with entered():
+                        self._compile(entry, "backward")
+            return entry.function(args)
+
+        return call
 
     def partition_joint(self, *args: Any, **keywords: Any) -> tuple[GraphModule, GraphModule]:
         self.was_compiling = True
@@ -134,6 +177,29 @@ class _Capture:
                 continue
             return {**own, **(table or {})}
         return own
+
+    def is_another(self, compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> bool:
+        """Whether AOTAutograd's graphs compute something else than Dynamo's; that is contained.
+
+        :raises RegionError: the policy is to raise.
+        """
+        pipeline, settings = self.pipeline, self.session.settings
+        if settings.verify == "off" or not pipeline.runners or several_ranks():
+            return False
+        as_many = self._inputs == len(self.graph.graph.find_nodes(op="placeholder"))
+        written = self._mutated if as_many or not self._mutated else None
+        fast = settings.random == "fast"
+        captured = Capture(self.graph, compiled, self.entries, written, fast)
+        report = pipeline.runners[0].report
+        try:
+            with compiling, report.timed("capture"):
+                problem = captured.known_difference(pipeline.capture_book, example_inputs)
+        except CannotCompare as why:
+            report.notes.append(f"not held against Dynamo's own graph: {why}")
+            return False
+        if problem:
+            pipeline.contain_other_graph(problem)
+        return bool(problem)
 
     def whole_step(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """In training, let the faster of what was compiled and Dynamo's own graph run the calls."""

@@ -14,15 +14,16 @@ from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
 from fuseboard.board import Session
+from fuseboard.captured import give_up
 from fuseboard.contracts import (
-    Boxed,
     Event,
     GraphKind,
     Plan,
     Stage,
 )
-from fuseboard.errors import LoweringError, PluginError, RegionError
+from fuseboard.errors import LoweringError, PluginError, RegionError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
+from fuseboard.lower.entry import Entry
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Program, Site
@@ -75,6 +76,10 @@ class Pipeline:
         self.chosen: dict[str, GraphReport] = {}
         #: Where the decision about both of them together is kept.
         self.step_book: Book | None = None
+        #: Of the graphs that were compiled, in that order.
+        self.runners: list[Runner] = []
+        #: Where it is kept whether they compute what Dynamo's graph does, if measuring decides.
+        self.capture_book: Book | None = None
         # What tripped before there was a graph: told in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -94,6 +99,17 @@ class Pipeline:
         ledger.add(report)
         self._tripped(report, "AOTAutograd", "capture", error, "Dynamo's own graph")
         emit(report)
+
+    def contain_other_graph(self, problem: str) -> None:
+        """AOTAutograd captured something else than the graph, which then runs as Dynamo has it.
+
+        :raises RegionError: the policy is to raise.
+        """
+        error = WrongValues("AOTAutograd", "capture", problem)
+        report = self.runners[0].report
+        self._tripped(report, "AOTAutograd", "capture", error, "Dynamo's own graph")
+        for runner in self.runners:
+            give_up(runner, problem)
 
     def partition_joint(
         self,
@@ -145,18 +161,18 @@ class Pipeline:
             self._tripped(report, plugin, "partition", error, "the default split")
             return split_joint(**arguments)
 
-    def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
-        """An AOTAutograd compiler: a forward, backward or inference graph to a boxed callable."""
+    def compile(self, entry: Entry, kind: GraphKind) -> None:
+        """Let a forward, backward or inference graph's calls go to compiled code."""
         with compiling:
             report = self._report(kind)
             try:
-                return self._compile(graph, kind, report)
+                self._compile(entry, kind, report)
             finally:
                 ledger.add(report)
                 emit(report)
 
-    def _compile(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> Boxed:
-        work = self._begin(graph, kind, report)
+    def _compile(self, entry: Entry, kind: GraphKind, report: GraphReport) -> None:
+        work = self._begin(entry.captured, kind, report)
         with report.timed("partition"), collection_paused():
             plans = self.planner.plans(work)
             drafts = [self._cut(work, plan) for plan in plans]
@@ -166,7 +182,8 @@ class Pipeline:
         describe_ends(work.graph, static, report)
         visible = work.roles.visible_outputs if kind == "forward" else None
         kept = list(work.kept)
-        runner = Runner(work.graph, work.captured, kind, kept, self.session, report, visible)
+        runner = Runner(work.graph, entry, kind, kept, self.session, report, visible)
+        self.runners.append(runner)
         with report.timed("lower"):
             if len(drafts) == 1:
                 self._lower(work, drafts[0], runner)
@@ -174,12 +191,10 @@ class Pipeline:
                 self._tune(work, drafts, runner)
         total_s = sum(report.seconds.values())
         self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
-        return runner.boxed()
 
-    def _begin(self, graph: GraphModule, kind: GraphKind, report: GraphReport) -> Work:
+    def _begin(self, captured: GraphModule, kind: GraphKind, report: GraphReport) -> Work:
         """Fuse the graph as a whole, and ask who wants what of it."""
-        captured = copy_graph(graph)
-        graph = copy_graph(graph)
+        graph = copy_graph(captured)
         counter = self._fusion_counter()
         if kind == "inference":
             with report.timed("fuse"):
@@ -266,6 +281,8 @@ class Pipeline:
         self.chosen[work.kind] = report
         if work.kind == "forward":
             self.step_book = dataclasses.replace(book, level="step")
+        if work.kind != "backward":
+            self.capture_book = dataclasses.replace(book, level="capture")
         decide = self._agreed(work, book) if several_ranks() else None
         tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed, decide, composite)
         tuner.start(defers=defers(session, work.graph))

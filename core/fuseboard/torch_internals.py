@@ -217,15 +217,53 @@ def isolated_tracing(fake_mode: Any) -> Iterator[None]:
         yield
 
 
-def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
-    """Keep AOTAutograd from letting backward code overwrite saved tensors.
+def capturing() -> contextlib.AbstractContextManager[None]:
+    """Settings of AOTAutograd for a graph that it captures.
 
-    The positions that it notes are those of the whole backward; code for a part of it would
-    overwrite other tensors (silently: see "Inductor on regions" in docs/design.md).
+    Backward code may not overwrite saved tensors: the positions that it notes for that are those of
+    the whole backward; code for a part of it would overwrite other tensors (silently: see "Inductor
+    on regions" in docs/design.md). And the backward graph is given away with the forward graph, not
+    when it first runs.
     """
     from torch._functorch import config
 
-    return config.patch(donated_buffer=False)  # type: ignore[no-any-return]
+    settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+    known = {name: value for name, value in settings.items() if hasattr(config, name)}
+    return config.patch(known)  # type: ignore[no-any-return]
+
+
+def compiling_later() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What enters, in a later call, the contexts that a graph is given to a compiler in.
+
+    That is what AOTAutograd does for a backward that it compiles when it first runs: torch's timers
+    and callbacks see a compilation. Read in ``runtime_wrappers.py`` (``get_or_compile``) of 2.13.
+    """
+    tracing = torch._guards.TracingContext.try_get()
+    compiling = torch._guards.CompileContext.try_get()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        from torch._dynamo.callback import CallbackTrigger, callback_handler
+        from torch._dynamo.utils import CompileEventLogger, dynamo_timed, get_metrics_context
+
+        name = str(getattr(compiling, "compile_id", None))
+        with (
+            torch._guards.tracing(tracing),
+            torch._guards.compile_context(compiling),
+            torch._C._DisableAutocast(),
+            get_metrics_context(),
+            dynamo_timed(
+                "backward._backward_impl",
+                phase_name="entire_backward_compile",
+                log_pt2_compile_event=True,
+                dynamo_compile_column_us="backward_cumulative_compile_time_us",
+            ),
+            callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, name),
+        ):
+            CompileEventLogger.compilation_metric(is_forward=False)
+            yield
+
+    return entered
 
 
 def note_no_donated_buffers() -> None:
@@ -376,6 +414,17 @@ def overlapping(tensors: list[torch.Tensor]) -> set[int]:
     from torch._C._dynamo.guards import compute_overlapping_tensors
 
     return set(compute_overlapping_tensors(tensors, symbolic=False))
+
+
+def forward_of(graph: GraphModule) -> Callable[..., Any]:
+    """A graph's own code, without what fx prints on the standard error when a call of it raises.
+
+    A graph whose code is still to be generated goes through that in its first call.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    _LazyGraphModule.force_recompile(graph)
+    return graph.forward
 
 
 @contextlib.contextmanager

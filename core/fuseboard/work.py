@@ -72,6 +72,27 @@ def claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
     return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
 
 
+def describe_node(
+    node: Node, backend: str, region: str, reason: str, declined: Mapping[str, str] | None = None
+) -> NodeReport:
+    """An op's row in a report.
+
+    :param declined: backend name → its reason.
+    """
+    return NodeReport(
+        name=node.name,
+        op=target_name(node),
+        backend=backend,
+        region=region,
+        reason=reason,
+        source=source_line(node),
+        declined=dict(declined or {}),
+        inputs=tuple(used.name for used in node.all_input_nodes),
+        value=value_text(node.meta.get("val")),
+        module=module_path(node),
+    )
+
+
 def describe_nodes(work: Work, plan: Plan, sites: Sequence[Site]) -> None:
     """Tell in the report where each op runs, and why."""
     report, kept = work.report, work.kept
@@ -92,21 +113,7 @@ def describe_nodes(work: Work, plan: Plan, sites: Sequence[Site]) -> None:
             backend = homes[node].lowered.region.backend
             if backend != plan.placements[node.name]:
                 reason = f"{plan.placements[node.name]} tripped"
-        report.nodes.append(
-            NodeReport(
-                name=node.name,
-                op=target_name(node),
-                backend=backend,
-                region=region,
-                reason=reason,
-                source=source_line(node),
-                declined={
-                    name: reasons[node.name]
-                    for name, reasons in declines.items()
-                    if reasons.get(node.name)
-                },
-                inputs=tuple(used.name for used in node.all_input_nodes),
-                value=value_text(node.meta.get("val")),
-                module=module_path(node),
-            )
-        )
+        declined = {
+            name: reasons[node.name] for name, reasons in declines.items() if reasons.get(node.name)
+        }
+        report.nodes.append(describe_node(node, backend, region, reason, declined))

@@ -22,7 +22,7 @@ costs = typer.Typer(
 )
 
 _KEY_SHOWN = 12
-_LEVELS = ("graph", "region", "step")
+_LEVELS = ("graph", "region", "step", "capture")
 _DAY_S = 86_400.0
 
 
@@ -56,7 +56,9 @@ def _decisions(database: CostDatabase) -> list[Decision]:
 
 @costs.command("list")
 def list_(
-    level: Annotated[str, typer.Option(help="Only decisions on this: graph, region or step.")] = "",
+    level: Annotated[
+        str, typer.Option(help="Only decisions on this: graph, region, step or capture.")
+    ] = "",
     unsettled: Annotated[
         bool, typer.Option("--unsettled", help="Only those that have candidates left to try.")
     ] = False,

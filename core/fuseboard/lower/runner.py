@@ -23,6 +23,7 @@ from fuseboard.errors import NotEnoughMemory, WrongValues
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
+from fuseboard.lower.entry import Entry
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.program import WITHOUT, Board, Program
@@ -37,10 +38,10 @@ from fuseboard.torch_profiler import Spanned
 
 
 class Runner:
-    """Runs one graph. ``function`` is what a call executes.
+    """Runs one graph.
 
     :param graph: the graph as it was cut, without changes by any backend.
-    :param captured: the graph as AOTAutograd gave it; runs in eager after a failure.
+    :param entry: what AOTAutograd calls. The graph as captured runs in eager after a failure.
     :param visible: how many leading outputs the caller sees.
     :ivar program: what ``usual`` was generated from.
     :ivar usual: what a call executes unless it is interrupted.
@@ -49,12 +50,10 @@ class Runner:
         what is compiled elsewhere.
     """
 
-    function: Boxed
-
     def __init__(
         self,
         graph: GraphModule,
-        captured: GraphModule,
+        entry: Entry,
         kind: GraphKind,
         kept: Sequence[Node],
         session: Session,
@@ -68,7 +67,7 @@ class Runner:
         bucket = bucket_source(graph.graph.find_nodes(op="placeholder"))
         self.board = Board(graph, kind, kept, results, session, report, bucket)
         self._bucket_of = _function_of_args(bucket)
-        self._captured = captured
+        self.entry = entry
         self._cloned: frozenset[int] = frozenset()
         self._visible = len(results) if visible is None else visible
         self._may_share = shared_outputs(results)
@@ -76,18 +75,8 @@ class Runner:
         self._instead: Boxed | None = None
         self._told_of_change = False
         self.chooser: object = None
-        self.uncompiled = self.eager()
-        self.usual: Boxed = self.uncompiled
-        self.function = self.usual
-
-    def boxed(self) -> Boxed:
-        """What AOTAutograd calls: looks up the current function, nothing more."""
-
-        def run(args: list[Any]) -> Sequence[Any]:
-            return self.function(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        self.uncompiled = entry.eager
+        self._run(self.uncompiled)
 
     def install(self, program: Program, proofs: Proofs | None = None) -> None:
         """Run a program from the next call on, which is a checked one unless that is off.
@@ -109,8 +98,8 @@ class Runner:
             self._run(self.usual)
 
     def _run(self, function: Boxed) -> None:
-        self.usual = function
-        self.function = self._instead or function
+        self.usual: Boxed = function
+        self.entry.put(self._instead or function)
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]:
         """The first call of a new bucket of sizes: a checked one."""
@@ -134,7 +123,7 @@ class Runner:
 
     def eagers_results(self, inputs: list[Any]) -> Sequence[Any]:
         """What the caller gets from eager; nothing where eager can't be run beside a call."""
-        if replayable(self._captured):
+        if replayable(self.entry.captured):
             return ()
         return self.uncompiled(list(inputs))[: self._visible]
 
@@ -146,10 +135,6 @@ class Runner:
             return
         checked = self.program.checked(self, self._cloned, Proofs(inputs_too=True))
         self._run(checked if self._every == 1 else _each(self._every, checked, plain))
-
-    def eager(self) -> Boxed:
-        """The captured graph, op by op."""
-        return boxed_function(self._captured, f"{self.report.name}.eager")
 
     # --- when something is wrong ----------------------------------------------------------------
 
@@ -190,7 +175,7 @@ class Runner:
         if number == WITHOUT:
             raise error  # by eager: the user's own
         if number < 0 and self._admits_inference_tensors():
-            return self.function(inputs)
+            return self.entry.function(inputs)
         if any(
             map(has_effects, (n for s in self.program.sites[: number + 1] for n in s.cut.nodes))
         ):
@@ -198,7 +183,7 @@ class Runner:
         if random_state is not None:
             torch.set_rng_state(random_state)
         try:
-            results = self.eager()(list(inputs))
+            results = self.entry.eager(list(inputs))
         except Exception as users_own:
             raise users_own from None
         if isinstance(error, NotEnoughMemory) and number < 0:

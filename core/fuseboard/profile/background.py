@@ -151,6 +151,11 @@ def add(graph: Settling) -> None:
     _unsettled.add(graph)
 
 
+def leave(graph: object) -> None:
+    """Let :func:`wait` forget a graph that no call will run."""
+    _unsettled.difference_update([graph])
+
+
 def compile_for(graph: Settling, candidate: Any, later: Deferred, settings: Settings) -> None:
     """Have a region of one of a graph's candidates compiled, unless the graph is gone by then."""
     assert later.request is not None

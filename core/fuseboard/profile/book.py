@@ -17,7 +17,7 @@ from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, datab
 from fuseboard.profile.costs_rows import NOT_TRIED
 from fuseboard.report.data import CandidateReport, GraphReport
 
-Level = Literal["graph", "region", "step"]
+Level = Literal["graph", "region", "step", "capture"]
 
 #: Settings that change which candidates there are, or what is right.
 _SETTINGS = (

@@ -50,7 +50,8 @@ class Decision:
     :ivar key: :func:`decision_key` of the level and the parts.
     :ivar parts: name → text: all that the decision depends on. ``graph`` names the region's or the
         graph's contents; the others have to be equal as well.
-    :ivar level: what was decided on: a ``graph``, a ``region`` (a kind of piece) or a ``step``.
+    :ivar level: what was decided on: a ``graph``, a ``region`` (a kind of piece), a
+        ``step``, or whether AOTAutograd's ``capture`` computes what Dynamo's graph does.
     :ivar title: for people: the frame, the region, the source line.
     :ivar settled: every candidate was tried; else more remain for a later process.
     :ivar created: in seconds since 1970.

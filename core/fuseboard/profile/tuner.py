@@ -28,7 +28,6 @@ from fuseboard.lower.weights import any_version
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.candidates import Candidate, tell_what_preparing_gains
-from fuseboard.profile.captured import check_capture
 from fuseboard.profile.choose import choose
 from fuseboard.profile.composite import Composite
 from fuseboard.profile.costs import Decision
@@ -193,7 +192,7 @@ class Tuner:
                     self._runner.interrupt(None)
                     self._compare(inputs)  # what is tried last
                 if self._chosen is None:
-                    return self._runner.eager()(inputs)  # the user's own error, most likely
+                    return self._runner.entry.eager(inputs)  # the user's own error, most likely
                 self._kept.keep(inputs, self._static, self._limit_bytes())
             if self.settled:
                 self._kept.clear()
@@ -277,8 +276,6 @@ class Tuner:
                     continue
                 if self._chosen is None:
                     self._install(candidate)  # if the user interrupts, there is something to run
-            if proofs.values:
-                check_capture(self._runner, self._candidates, due, proofs.references, inputs)
             right = [candidate for candidate in order if candidate.proven and not candidate.out]
             proofs.references = None
             winner = self._winner(right, inputs)
@@ -337,7 +334,7 @@ class Tuner:
             return False
         except Exception as error:  # compiled code may raise anything
             try:
-                self._runner.eager()(list(inputs))
+                self._runner.entry.eager(list(inputs))
             except Exception:  # eager raises as well: the user's own error, raised by the call
                 return False
             self._failed(candidate, "profile", error)
@@ -386,7 +383,7 @@ class Tuner:
         """
         others = [c.name for c in self._candidates if c is not candidate and not c.out]
         if candidate.given is not None:
-            self._runner.uncompiled = self._runner.eager()
+            self._runner.uncompiled = self._runner.entry.eager
         instead = "eager" if others in ([], ["eager"]) else "the other candidates"
         plugin = getattr(error, "plugin", "") or candidate.cuts[0].backend
         candidate.drop("failed", describe(error))

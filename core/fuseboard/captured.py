@@ -1,0 +1,400 @@
+"""Whether the graphs that AOTAutograd captured compute what Dynamo's own graph does.
+
+Regions are held against what AOTAutograd captured, so what that gets wrong would pass. It does get
+things wrong: it rewrites writes through views (pytorch#198102), and takes some ops apart into
+others that compute something else (pytorch#175154). So while a graph is compiled both are run op by
+op in eager, forward and backward, on the inputs that it is compiled for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from fuseboard import torch_internals
+from fuseboard.contracts import Boxed
+from fuseboard.lower.entry import Entry, all_running
+from fuseboard.lower.failure import describe
+from fuseboard.lower.runner import Runner
+from fuseboard.lower.spare_memory import free_bytes
+from fuseboard.partition.stages import has_effects
+from fuseboard.profile import background
+from fuseboard.profile.book import Book
+from fuseboard.profile.kept_inputs import strided_copy
+from fuseboard.profile.measure import generators_put_back
+from fuseboard.profile.reference import Reference
+from fuseboard.profile.replays import replayable
+from fuseboard.profile.rewrites import MEMORY_SHARE, peak_bytes
+from fuseboard.profile.rules import Rule, reached_by
+from fuseboard.profile.spread import Spread, spread_of, widened
+from fuseboard.profile.values import judge
+from fuseboard.report.data import CandidateReport
+from fuseboard.report.structured_trace import emit
+from fuseboard.torch_symbols import in_the_example, why_unknown
+from fuseboard.work import describe_node
+
+Run = Callable[..., Any]
+
+#: What the two are called where decisions are kept.
+CAPTURED, EAGER = "captured", "eager"
+
+#: Modules of functions that a graph of Dynamo's calls without effects on anything but tensors.
+_PLAIN = frozenset({"_operator", "operator", "math", "builtins", "torch"})
+
+#: Units in the last place of a result's largest element that eager is taken to be off; an engine
+#: may be off ten times as far. Runs with disturbed roundings tell more, where that isn't enough.
+_ROUNDINGS, _DISTURBED_RUNS = 2.0, 3
+
+
+class CannotCompare(Exception):
+    """The two can't be run beside the call that is compiled; the text says why."""
+
+
+class Capture:
+    """What AOTAutograd made of a graph, to be compared with it.
+
+    :param graph: Dynamo's.
+    :param compiled: AOTAutograd's function, which calls them.
+    :param entries: of the graphs that AOTAutograd captured.
+    :param written: positions of the inputs that a call writes to; None: any.
+    :param fast_random: random numbers needn't be eager's.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        compiled: Run,
+        entries: Sequence[Entry],
+        written: frozenset[int] | None,
+        fast_random: bool,
+    ) -> None:
+        self._graph = graph
+        self._dynamos = torch_internals.forward_of(graph)
+        self._compiled = compiled
+        self._entries = entries
+        self._written = written
+        self._fast_random = fast_random
+
+    def known_difference(self, book: Book | None, inputs: Sequence[Any]) -> str:
+        """The same as :meth:`difference`, found in a book or kept there."""
+        if book is None or book.parts is None:
+            return self.difference(inputs)
+        text = hashlib.sha256(self._graph.code.encode()).hexdigest()
+        book = replace(book, parts={**book.parts, "dynamos": text})
+        if (decision := book.find()) is not None:
+            return next((one.problem for one in decision.candidates), "")
+        problem = self.difference(inputs)
+        told = CandidateReport(CAPTURED, "failed" if problem else "chosen", problem=problem)
+        book.record(EAGER if problem else CAPTURED, [told], settled=True)
+        return problem
+
+    def difference(self, inputs: Sequence[Any]) -> str:
+        """Where AOTAutograd's graphs part from Dynamo's; "" where they don't.
+
+        :param inputs: that the graph is compiled for. They aren't written to.
+        :raises CannotCompare: the reason is the text.
+        """
+        own = self._inputs(inputs)
+        self._must_be_comparable()
+        want, got = self._eager(own), self._captured(own)
+        if isinstance(want, Exception) or isinstance(got, Exception):
+            return _difference_of_errors(want, got)
+        if list(want) != list(got):
+            return "it has other results"
+        disturbed = _Disturbed(partial(self._captured, own), got)
+        for name, value in got.items():
+            if problem := _problem(value, want[name], disturbed.spreads(name)):
+                return f"{name} {problem}"
+        return ""
+
+    def _eager(self, inputs: _Copies) -> dict[str, Any] | Exception:
+        try:
+            with generators_put_back():
+                return _results(self._dynamos, inputs.made())
+        except Exception as error:  # the user's own, or a limit of eager's
+            return error
+
+    def _captured(self, inputs: _Copies, seed: int | None = None) -> dict[str, Any] | Exception:
+        """:param seed: disturb roundings by that."""
+
+        def how(entry: Entry) -> Boxed:
+            return entry.eager if seed is None else entry.disturbed(seed)
+
+        try:
+            with generators_put_back(), all_running(self._entries, how):
+                return _results(self._compiled, inputs.made())
+        except Exception as error:
+            return error
+
+    def _inputs(self, inputs: Sequence[Any]) -> _Copies:
+        values = []
+        for value in inputs:
+            if why := why_unknown(value):
+                raise CannotCompare(why)
+            values.append(in_the_example(value))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
+            raise CannotCompare("an input is a tensor of a class of its own")
+        if any(value.layout != torch.strided for value in tensors):
+            raise CannotCompare("an input has no strides")
+        grads = torch.is_grad_enabled()
+        if any(value.is_inference() and (grads or value.requires_grad) for value in tensors):
+            raise CannotCompare("an input was made in inference mode")
+        return _Copies(values, self._written)
+
+    def _must_be_comparable(self) -> None:
+        if torch_internals.saved_tensor_hooks_are_set():
+            raise CannotCompare("hooks of saved tensors are set")
+        graphs = [one for one in self._graph.modules() if isinstance(one, GraphModule)]
+        for owner, node in ((one, node) for one in graphs for node in one.graph.nodes):
+            if not _is_plain(node):
+                raise CannotCompare(f"{node.name} may do anything")
+            if "checkpoint" in getattr(node.target, "__name__", ""):
+                raise CannotCompare("it has checkpoints, whose code eager runs twice")
+            if self._written != frozenset() and _is_held(node, owner):
+                raise CannotCompare(f"it may write to {node.target}, which Dynamo's graph holds")
+        self._must_be_repeatable()
+        self._must_have_room()
+
+    def _must_be_repeatable(self) -> None:
+        for graph in (entry.captured for entry in self._entries):
+            if any(map(has_effects, graph.graph.nodes)):
+                raise CannotCompare("it has effects")
+            if why := replayable(graph):
+                raise CannotCompare(why)
+            reached = reached_by(graph, {}).values()
+            if any(what.memory for what in reached):
+                raise CannotCompare("uninitialised memory reaches a result")
+            if self._fast_random and any(what.random for what in reached):
+                raise CannotCompare("its random numbers needn't be eager's")
+
+    def _must_have_room(self) -> None:
+        """Eager holds what it does anyway; the results of both runs come on top."""
+        graphs = [entry.captured for entry in self._entries]
+        values = (node.meta.get("val") for graph in graphs for node in graph.graph.nodes)
+        device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+        free = None if device is None else free_bytes(device)
+        needed = 2 * sum(map(peak_bytes, graphs))
+        if free is not None and needed > MEMORY_SHARE * free:
+            raise CannotCompare(
+                f"running both would take {needed / 2**20:.0f} MiB of the {free / 2**20:.0f} MiB "
+                "that are free"
+            )
+
+
+def give_up(runner: Runner, problem: str) -> None:
+    """Nobody is to call, or to wait for, what was compiled of a graph that isn't Dynamo's."""
+    report = runner.report
+    if runner.chooser is not None:
+        background.leave(runner.chooser)
+    runner.chooser, report.settled = None, True
+    report.regions.clear()
+    report.nodes[:] = [
+        describe_node(node, "eager", "", "Dynamo's own graph runs")
+        for node in runner.board.graph.graph.nodes
+        if node.op == "call_function"
+    ]
+    for candidate in report.candidates:
+        right = candidate.name == "eager"
+        candidate.state, candidate.problem = ("chosen", "") if right else ("failed", problem)
+    emit(report)
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a node of Dynamo's graph does nothing but compute, and write to tensors."""
+    if node.op == "call_method":
+        return node.target not in {"backward", "register_hook"}
+    if node.op != "call_function":
+        return node.op != "call_module"
+    target = node.target
+    if isinstance(target, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
+        return True  # what these do, AOTAutograd's graph tells
+    return (getattr(target, "__module__", None) or "torch").split(".")[0] in _PLAIN
+
+
+def _is_held(node: Node, owner: GraphModule) -> bool:
+    """Whether a node is a tensor that a graph holds."""
+    held = getattr(owner, str(node.target), None) if node.op == "get_attr" else None
+    return isinstance(held, torch.Tensor)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Inputs for runs beside a call: what is written to, and what shares its memory, anew.
+
+    :raises CannotCompare: there is an input that no copy stands for.
+    """
+
+    def __init__(self, values: Sequence[Any], written: frozenset[int] | None) -> None:
+        self._values = values
+        tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        places = [i for i in tensors if written is None or i in written]
+        addresses = {torch_internals.storage_address(values[i]) for i in places}
+        self._anew = {i for i in tensors if torch_internals.storage_address(values[i]) in addresses}
+        if torch.is_grad_enabled() and any(
+            values[i].requires_grad and not values[i].is_leaf for i in self._anew
+        ):
+            raise CannotCompare("an input that is written to has a gradient that others computed")
+
+    def made(self) -> list[Any]:
+        """New inputs, with what they are to each other."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        made: dict[int, Any] = {}  # one object given twice stays one
+        return [
+            made.setdefault(id(value), self._made(i, value, storages))
+            if isinstance(value, torch.Tensor)
+            else value
+            for i, value in enumerate(self._values)
+        ]
+
+    def _made(self, number: int, value: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
+        copy = value.detach()
+        if number in self._anew:
+            address = torch_internals.storage_address(value)
+            if address not in storages:
+                storages[address] = value.untyped_storage().clone()
+            copy = torch.empty(0, dtype=value.dtype, device=value.device)
+            copy.set_(storages[address], value.storage_offset(), value.shape, value.stride())
+            copy = torch._neg_view(copy) if value.is_neg() else copy
+            copy = copy.conj() if value.is_conj() else copy
+        return copy.requires_grad_(value.requires_grad)
+
+
+def _results(run: Run, inputs: list[Any]) -> dict[str, Any]:
+    """What a call gives and leaves, by names for people: results, what it wrote to, gradients."""
+    given = list(inputs)
+    results = tree_leaves(run(*inputs))
+    found = {f"output {i}": value for i, value in enumerate(results)}
+    found |= {f"input {i} after the call": value for i, value in enumerate(given)}
+    found = {name: _kept(value) for name, value in found.items()}
+    if torch.is_grad_enabled():
+        found |= _gradients(results, given)
+        torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
+    return found
+
+
+def _kept(value: Any) -> Any:
+    """A result as it is now; a backward may write to it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided:
+        return None
+    return strided_copy(value).requires_grad_(value.requires_grad)
+
+
+def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, Any]:
+    ends = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad and r.grad_fn]
+    wanted = {
+        i: value
+        for i, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+    }
+    if not ends or not wanted:
+        return {}
+    given = list(map(_uneven, ends))
+    grads = torch.autograd.grad(ends, list(wanted.values()), given, allow_unused=True)
+    return {f"the gradient of input {i}": g for i, g in zip(wanted, grads, strict=True)}
+
+
+def _uneven(result: torch.Tensor) -> torch.Tensor:
+    """A gradient for a result that doesn't hide what moves from one element to another."""
+    steps = torch.arange(result.numel(), dtype=torch.float64, device=result.device)
+    return (1 + 0.5 * steps.sin()).to(result.dtype).reshape(result.shape)
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def _difference_of_errors(want: Any, got: Any) -> str:
+    """What to say where a run raised; "" if both did, as for an index out of range.
+
+    :raises CannotCompare: both did.
+    """
+    if not isinstance(got, Exception):
+        return f"Dynamo's raises {describe(want)}, it doesn't"
+    if isinstance(want, Exception):
+        raise CannotCompare(f"eager raises {describe(want)}") from want
+    return f"it raises {describe(got)}"
+
+
+class _Disturbed:
+    """How far the captured graphs' own results are apart if their ops round otherwise."""
+
+    def __init__(self, run: Callable[..., Any], results: dict[str, Any]) -> None:
+        self._run = run
+        self._results = results
+        self._runs: list[dict[str, Any]] = []
+
+    def spreads(self, name: str) -> Iterator[Spread]:
+        """For one result, of more and more runs; nothing if they can't be made."""
+        precise = _precise(self._results[name])
+        found = Spread()
+        for number in range(_DISTURBED_RUNS):
+            if number == len(self._runs):
+                results = self._run(seed=number)
+                self._runs.append({} if isinstance(results, Exception) else results)
+            value = self._runs[number].get(name)
+            if not isinstance(value, torch.Tensor):
+                return
+            found = found.joined(spread_of(value.detach(), precise, relative=True))
+            yield found
+
+
+def _precise(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return widened(value) if value.is_floating_point() or value.is_complex() else value
+
+
+def _problem(got: Any, want: Any, disturbed: Iterator[Spread]) -> str:
+    """How a result differs from Dynamo's by more than roundings; "" if it doesn't.
+
+    It is Dynamo's that is judged, as any engine's would be, by what AOTAutograd captured.
+    """
+    if (got is None) != (want is None):
+        return f"is {'a tensor' if got is None else 'nothing'} in eager only"
+    if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
+        return "" if type(got) is type(want) and got == want else f"is {got}, eager's {want}"
+    if got.requires_grad != want.requires_grad:
+        return f"has requires_grad={got.requires_grad}, eager's {want.requires_grad}"
+    own, eagers = got.detach(), want.detach()
+    if own.dtype == eagers.dtype and torch.equal(own, eagers):
+        return ""
+    reference = _reference(own)
+    verdict = judge(reference, [eagers])
+    while not verdict.ok and verdict.by_value and (spread := next(disturbed, None)):
+        verdict = judge(replace(reference, disturbed=partial(tuple, [spread])), [eagers])
+    if verdict.ok or not verdict.by_value:
+        return (
+            verdict.problem and f"isn't Dynamo's: that {verdict.problem.removeprefix('output 0 ')}"
+        )
+    return _first_difference(own, eagers)
+
+
+def _reference(own: torch.Tensor) -> Reference:
+    """What Dynamo's result is held against: a few roundings of the largest element are allowed."""
+    precise = _precise(own)
+    spread = spread_of(own, precise)
+    floating = own.is_floating_point() or own.is_complex()
+    if floating and own.numel():
+        largest = float(own.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        spread = replace(spread, worst=_ROUNDINGS * torch.finfo(own.dtype).eps * largest)
+    rule: Rule = "close" if floating else "mismatches"
+    return Reference(eager=(own,), precise=(precise,), rules=(rule,), spreads=(spread,))
+
+
+def _first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
+    other = (got != want) & ~((got != got) & (want != want))
+    place = other.nonzero()[0].tolist()
+    return (
+        f"is {got[tuple(place)].item()} at {place}, Dynamo's graph gives "
+        f"{want[tuple(place)].item()} ({int(other.sum())} of {other.numel()} elements differ)"
+    )

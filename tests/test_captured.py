@@ -1,0 +1,285 @@
+"""Graphs that AOTAutograd captures as something else than Dynamo's: the latter run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fuseboard
+from fuseboard.captured import Capture
+from fuseboard.report.data import ledger
+from tests.support.backends import all_trips, compiled, last_graph, plugged
+from tests.support.values import rnd
+
+SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._softmax_backward_data.default)
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@pytest.fixture(autouse=True)
+def _nothing_reported():
+    ledger.clear()
+
+
+def whats_wrong() -> str:
+    """What was told of the one graph that wasn't Dynamo's."""
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == (
+        "AOTAutograd",
+        "capture",
+        "Dynamo's own graph",
+    )
+    return trip.error
+
+
+def larger(x):
+    return F.interpolate(x, scale_factor=1.3, mode="nearest")
+
+
+PIXELS = torch.tensor([[[[1.0, 2.0]]]], dtype=torch.float64)
+
+
+# --- what AOTAutograd of torch 2.13 gets wrong ----------------------------------------------------
+
+
+def test_a_write_through_windows_with_gaps_leaves_the_gaps():
+    """pytorch#198102: it puts zeros where no window is."""
+
+    def double(x):
+        x.unfold(0, 1, 2).mul_(2)
+        return x + 0
+
+    fn = compiled(double)
+    for x in (torch.arange(5.0), torch.arange(5.0)):
+        assert fn(x).tolist() == x.tolist() == [0, 1, 4, 3, 8]
+    assert (
+        "output 0 is 0.0 at [1], Dynamo's graph gives 1.0 (2 of 5 elements differ)" in whats_wrong()
+    )
+
+
+def test_gradients_are_eagers():
+    def double(x):
+        y = x + 1
+        y.unfold(0, 2, 3).mul_(2)
+        return y.sum()
+
+    x = torch.arange(6.0, requires_grad=True)
+    result = compiled(double)(x)
+    result.backward()
+    assert result.item() == 2 + 4 + 3 + 8 + 10 + 6
+    assert x.grad.tolist() == [2, 2, 1, 2, 2, 1]
+    assert "output 0" in whats_wrong()
+
+
+def test_strides_that_an_op_reads_are_those_that_a_write_left():
+    """pytorch#133512: it takes the written tensor for a dense one."""
+
+    def read(x):
+        x.add_(1)
+        return torch.as_strided_copy(x, (3,), (2,))
+
+    assert compiled(read)(torch.arange(10)[::2]).tolist() == [1, 3, 5]
+    assert whats_wrong()
+
+
+def test_resizing_by_a_factor_takes_the_pixels_that_eager_takes():
+    """pytorch#175154: it counts the positions in another way."""
+
+    assert compiled(larger)(PIXELS).tolist() == [[[[1, 2]]]]
+    assert whats_wrong()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_loss_is_eagers(trains):
+    """AOTAutograd takes multilabel_margin_loss apart, and reads past the end of the labels."""
+    x = torch.tensor([[0.1, 0.2, 0.4, 0.8]], requires_grad=trains)
+    labels = torch.tensor([[3, -1, 0, 1]])
+    result = compiled(F.multilabel_margin_loss)(x, labels)
+    # The margins to label 3 that the others miss, over 4 classes.
+    assert result.item() == pytest.approx((0.3 + 0.4 + 0.6) / 4)
+    if trains:
+        result.backward()
+        torch.testing.assert_close(x.grad, torch.tensor([[0.25, 0.25, 0.25, -0.75]]))
+
+
+def test_what_eager_refuses_is_refused_and_later_calls_work():
+    """AOTAutograd's graph reads a copy of what it writes to, so it never overlaps."""
+
+    def shift(x, n):
+        x[n:].add_(x[:-n])
+        return x * 1
+
+    fn = compiled(shift)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="some elements of the input tensor"):
+            fn(torch.arange(5.0), 1)
+    assert fn(torch.arange(4.0), 2).tolist() == [0, 1, 2, 4]
+
+
+def test_nothing_is_printed_when_eager_refuses(capfd):
+    def shift(x):
+        x[1:].add_(x[:-1])
+        return x * 1
+
+    with pytest.raises(RuntimeError):
+        compiled(shift)(torch.arange(5.0))
+    assert capfd.readouterr().err == ""
+
+
+def test_the_policy_may_be_to_raise():
+    message = "plugin 'AOTAutograd' failed in stage 'capture'"
+    with pytest.raises(BackendCompilerFailed, match=message):
+        compiled(larger, on_failure="raise")(PIXELS)
+
+
+def test_wait_does_not_wait_for_what_will_not_run():
+    with plugged("slow", info={"compiles_quickly": False}):
+        fn = compiled(larger, "slow", "eager", policy="measured")
+        fn(PIXELS)
+        assert fuseboard.wait(60)
+        assert fn(PIXELS).tolist() == [[[[1, 2]]]]
+
+
+@pytest.mark.parametrize("policy", ["priority", "measured"])
+def test_the_report_says_what_runs(policy):
+    with plugged("brisk", info={"compiles_quickly": True}):
+        fn = compiled(larger, "brisk", "eager", policy=policy)
+        assert fn(PIXELS).tolist() == [[[[1, 2]]]]
+    report = last_graph()
+    assert report.settled
+    assert {node.backend for node in report.nodes} == {"eager"}
+    assert {node.reason for node in report.nodes} == {"Dynamo's own graph runs"}
+    if policy == "measured":
+        assert {one.name: one.state for one in report.candidates} == {
+            "brisk": "failed",
+            "eager": "chosen",
+        }
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_was_found_out_is_kept_with_the_decisions(right, monkeypatch, tmp_path):
+    """Another process runs neither graph, and says the same."""
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
+    compared = []
+    compare = Capture.difference
+    monkeypatch.setattr(Capture, "difference", lambda *args: compared.append(1) or compare(*args))
+    target, wanted = ((lambda x: x + 1), [[[[2, 3]]]]) if right else (larger, [[[[1, 2]]]])
+    for _ in range(2):
+        ledger.clear()
+        torch._dynamo.reset()
+        with plugged("brisk", info={"compiles_quickly": True}):
+            fn = compiled(target, "brisk", "eager", policy="measured")
+            assert fn(PIXELS).tolist() == wanted
+        assert len(all_trips()) == (0 if right else 1)
+    assert len(compared) == 1
+
+
+def test_under_another_graph_of_dynamos_it_is_found_out_again(monkeypatch, tmp_path):
+    """AOTAutograd may capture the same graph, rightly for one of them and wrongly for the other."""
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
+    compared = []
+    compare = Capture.difference
+    monkeypatch.setattr(Capture, "difference", lambda *args: compared.append(1) or compare(*args))
+    for target in (lambda x: x.add(1), lambda x: torch.add(x, 1)):
+        torch._dynamo.reset()
+        with plugged("brisk", info={"compiles_quickly": True}):
+            compiled(target, "brisk", "eager", policy="measured")(PIXELS)
+    assert len(compared) == 2
+
+
+# --- what isn't compared --------------------------------------------------------------------------
+
+
+def test_what_cannot_be_compared_is_told():
+    """A checkpoint's code would run twice in eager, on other random numbers."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+    fn = compiled(lambda x: checkpoint(model, x, use_reentrant=False))
+    fn(rnd(2, 3)).sum().backward()
+    (note,) = last_graph("forward").notes
+    assert note == (
+        "not held against Dynamo's own graph: it has checkpoints, whose code eager runs twice"
+    )
+
+
+def test_nothing_is_run_where_nothing_is_verified(monkeypatch):
+    monkeypatch.setattr(Capture, "difference", lambda *_: pytest.fail("compared"))
+    assert compiled(lambda x: x + 1, verify="off")(torch.ones(1)).item() == 2
+
+
+def test_it_is_left_out_where_memory_is_short(monkeypatch):
+    monkeypatch.setattr(fuseboard.captured, "free_bytes", lambda device: 100)
+    assert compiled(lambda x: x + 1)(torch.ones(20)).tolist() == [2] * 20
+    (note,) = last_graph().notes
+    assert "running both would take 0 MiB of the 0 MiB that are free" in note
+
+
+def test_roundings_are_no_difference():
+    """What is added to all of a row cancels out: its gradient is nothing but roundings."""
+    table = get_decompositions(SOFTMAX)
+    scores, bias = rnd(64, 50).requires_grad_(), rnd(64, 1).requires_grad_()
+    with plugged("fused", info={"training": True}, decompositions=lambda kind: table):
+        compiled(lambda s, b: (s + b).softmax(-1), "fused")(scores, bias).square().sum().backward()
+    assert bias.grad.abs().max() < 1e-6
+    assert not all_trips()
+    assert not last_graph("forward").notes
+
+
+def test_decompositions_that_are_wrong_are_found():
+    """Torch takes attention apart without the sums that its backward reads."""
+    q, k, v = (rnd(1, 2, 4, 8, seed=seed).requires_grad_() for seed in range(3))
+    table = {ATTENTION: core_aten_decompositions()[ATTENTION]}
+    with plugged("fused", info={"training": True}, decompositions=lambda kind: table):
+        compiled(F.scaled_dot_product_attention, "fused")(q, k, v).sum().backward()
+    wanted = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
+    torch.testing.assert_close((q.grad, k.grad, v.grad), wanted)
+    assert "gradient" in whats_wrong()
+
+
+# --- what the first call leaves alone -------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    """Weights, statistics, dropout, a buffer that is counted up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return F.dropout(self.norm(self.linear(x)), 0.5), torch.rand(3)
+
+
+def test_statistics_gradients_and_random_numbers_are_those_of_one_call():
+    model = Net()
+    twin = copy.deepcopy(model)
+    results = []
+    for module, fn in ((model, compiled(model)), (twin, twin)):
+        torch.manual_seed(0)
+        fired: list[int] = []
+        module.linear.weight.register_post_accumulate_grad_hook(lambda p, to=fired: to.append(1))
+        y, drawn = fn(rnd(6, 4))
+        y.square().sum().backward()
+        grads = [p.grad for p in module.parameters()]
+        results.append([y, drawn, grads, dict(module.state_dict()), fired, torch.rand(2)])
+    torch.testing.assert_close(*results)
+    assert model.calls.item() == 1
+    assert not all_trips()
+
+
+def test_inputs_that_share_memory_are_written_to_once():
+    def both(a, b):
+        a.mul_(3)
+        b.add_(1)
+        return a.sum() + b.sum()
+
+    base = torch.arange(6.0)
+    assert compiled(both)(base, base[2:4]).item() == 45 + 2 + 17
+    assert base.tolist() == [0, 3, 7, 10, 12, 15]
+    assert not all_trips()
