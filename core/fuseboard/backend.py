@@ -25,6 +25,9 @@ from fuseboard.profile.ranks import several_ranks
 from fuseboard.report.data import ledger
 from fuseboard.step import whole_step
 from fuseboard.torch_copies import copy_graph
+from fuseboard.torch_views import mend_views
+
+mend_views()
 
 
 def fuseboard(

@@ -160,3 +160,19 @@ def test_a_tensor_joined_with_an_empty_one_is_laid_out_as_eagers(backends):
     torch.testing.assert_close(result, join(empty, x))
     assert result.stride() == join(empty, x).stride() == (60, 15, 3, 1)
     assert all_trips() == []
+
+
+def test_the_key_of_its_cache_tells_the_strides_of_the_results(directory, monkeypatch):
+    """An equal graph that somebody else compiled may have others."""
+    from torch._inductor import compile_fx
+
+    inner, tags = compile_fx.compile_fx_inner, []
+
+    def spy(*args: Any, **keywords: Any) -> Any:
+        tags.append(torch.compiler.config.cache_key_tag)
+        return inner(*args, **keywords)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", spy)
+    notes(torch.sin, rnd(5, 3).t(), cache_dir=directory)
+    assert tags == [" strides [(1, 3)]"]
+    assert torch.compiler.config.cache_key_tag == ""

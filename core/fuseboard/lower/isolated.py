@@ -104,7 +104,9 @@ def _answer(request: Request, directory: Path) -> Result:
     from fuseboard.profile.costs import PluginRecords, database
     from fuseboard.torch_graphs import graph_from_bytes
     from fuseboard.torch_symbols import GuardWatch
+    from fuseboard.torch_views import mend_views
 
+    mend_views()
     torch.set_num_threads(request.state["threads"])
     torch.set_default_dtype(request.state["dtype"])
     torch.use_deterministic_algorithms(

@@ -93,7 +93,8 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
     graph = region.graph
     settings = settings_of(region)
     complex_ops = _fallbacks.ops_on_complex(graph)
-    with config.patch(settings), fake_mode_of(inputs) as mode:
+    telling = telling_strides(graph)
+    with config.patch(settings), telling, fake_mode_of(inputs) as mode:
         with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
             if region.kind == "inference":
                 graph = joint_graph_passes(graph)
@@ -173,6 +174,23 @@ def settings_of(region: Region) -> dict[str, Any]:
             f"plugins.{region.backend}.config: Inductor has no setting {unknown[0]!r}"
         )
     return settings
+
+
+def telling_strides(graph: GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Let the key of Inductor's cache hold how the results are to be laid out.
+
+    They are laid out as the fake values say, which the key doesn't tell. The board puts some of
+    these right, so that an equal graph that somebody else compiled may have other results.
+    """
+    from torch.compiler import config
+
+    if not hasattr(config, "cache_key_tag"):
+        return contextlib.nullcontext()
+    results = [node for node in graph.graph.output_node().args[0] if isinstance(node, Node)]
+    values = [node.meta.get("val") for node in results]
+    strides = [v.stride() for v in values if getattr(v, "layout", None) == torch.strided]
+    tag = f"{config.cache_key_tag} strides {strides}"
+    return config.patch(cache_key_tag=tag)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def compile_frozen(
     from torch._inductor.compile_fx import compile_fx_inner
 
     complex_ops = _fallbacks.ops_on_complex(graph)
-    with _context(inputs, settings) as mode:
+    with _context(inputs, settings) as mode, _compile.telling_strides(graph):
         others = [value for i, value in enumerate(inputs) if i not in weights]
         graph = _compile.joint_graph_passes(graph)
         own = _constants(graph)

@@ -1,0 +1,178 @@
+"""Fake views have the strides of real ones, and so has what is compiled for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import fuseboard.backend  # from then on they have
+from fuseboard.torch_symbols import in_the_example
+from tests.support.backends import (
+    all_trips,
+    compiled,
+    forget_other_graphs,
+    last_graph,
+    plugged,
+)
+from tests.support.values import assert_same, rnd
+
+aten = torch.ops.aten
+
+# --- the strides ----------------------------------------------------------------------------------
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[torch.Tensor, list[int]]:
+    """A tensor whose dimensions lie in some order, and a shape that it can be viewed in."""
+    shape = draw(st.lists(st.sampled_from([1, 1, 2, 3, 4, 6]), min_size=1, max_size=5))
+    order = draw(st.permutations(range(len(shape))))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    tensor = torch.empty([shape[dim] for dim in order]).permute(back)
+    if draw(st.booleans()):
+        tensor = tensor.unsqueeze(draw(st.integers(0, len(shape))))[..., :1]
+    other = draw(st.permutations(list(shape)))
+    split = [n for size in other for n in draw(st.sampled_from(_SPLITS[size]))]
+    return tensor, [n for n in split if n > 1 or draw(st.booleans())]
+
+
+_SPLITS = {1: [[1], []], 2: [[2], [1, 2]], 3: [[3]], 4: [[4], [2, 2], [2, 1, 2]], 6: [[6], [3, 2]]}
+
+
+@pytest.mark.parametrize("op", [aten.view.default, aten._unsafe_view.default], ids=str)
+@settings(deadline=None)
+@given(data=st.data())
+def test_fake_views_have_real_strides(op, data):
+    tensor, shape = data.draw(views())
+    if tensor.numel() != torch.Size(shape).numel():
+        shape = list(tensor.shape)
+    try:
+        real = op(tensor, shape)
+    except RuntimeError:
+        return  # a copy would be needed
+    with FakeTensorMode() as mode:
+        fake = op(mode.from_tensor(tensor), shape)
+    assert fake.shape == real.shape
+    assert fake.stride() == real.stride()
+    assert fake.storage_offset() == real.storage_offset()
+
+
+def test_symbolic_strides_are_found_without_guards():
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    x = mode.from_tensor(torch.empty(1, 256, 32), symbolic_context=context)
+    size = x.shape[1]
+    with mode:
+        view = x.transpose(1, 2).view(1, 32, 1, size)
+    assert [str(n) for n in view.stride()] == ["32", "1", f"32*{size}", "32"]
+    assert not env.guards
+
+
+# --- what is compiled for them --------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Tokens as an image, as in SegFormer: by torch's own fake values this is channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.conv = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        x = self.norm(x).transpose(1, 2)
+        return self.conv(x.view(x.shape[0], 6, x.shape[2] // 4, 4)).relu()
+
+
+@pytest.fixture
+def _measured(monkeypatch, tmp_path):
+    """Each test with a cost database of its own."""
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    forget_other_graphs(monkeypatch)
+
+
+def as_planned(eager_call, region):
+    """Laid out as the fake values say, as compilers do."""
+    (output,) = region.graph.graph.find_nodes(op="output")
+    fake = [node.meta["val"] for node in output.args[0]]
+
+    def run(args):
+        return [_laid_out(*pair) for pair in zip(eager_call(args), fake, strict=True)]
+
+    return run
+
+
+def _laid_out(result, like):
+    """With the dimensions in the order of the fake strides, which may be symbolic."""
+    strides = [in_the_example(number) for number in like.stride()]
+    order = sorted(range(result.dim()), key=strides.__getitem__, reverse=True)
+    back = sorted(range(result.dim()), key=order.__getitem__)
+    return result.permute(order).contiguous().permute(back)
+
+
+def states() -> dict[str, str]:
+    return {told.name: told.state for told in last_graph().candidates}
+
+
+@pytest.mark.usefixtures("_measured")
+def test_what_is_compiled_for_them_is_laid_out_as_eagers():
+    """In the call that compares, in those after it, and where the cost database decides."""
+    model, x = Tokens().eval(), rnd(1, 16, 6)
+    with plugged("other", call=as_planned, info={"compiles_quickly": True}), torch.no_grad():
+        for decided in ("measured in a call", "taken from the cost database"):
+            torch._dynamo.reset()
+            fn = compiled(model, "other", "eager", measure_s=0.1)
+            for _ in range(3):
+                assert_same(fn(x), model(x))
+                assert model(x).stride() == (96, 16, 4, 1)
+            assert last_graph().decided == decided
+            assert states()["other"] != "failed"
+    assert not all_trips()
+
+
+@pytest.mark.usefixtures("_measured")
+def test_symbolic_sizes():
+    """Those that come later are laid out as eager's, too; a batch of 2 is channels last."""
+    model = Tokens().eval()
+    with plugged("other", call=as_planned, info={"compiles_quickly": True}), torch.no_grad():
+        fn = compiled(model, "other", "eager", measure_s=0.1, dynamic=True)
+        for batch, tokens in [(1, 16), (1, 32), (2, 16), (1, 24), (3, 32), (2, 24)]:
+            x = rnd(batch, tokens, 6)
+            for _ in range(2):
+                assert_same(fn(x), model(x))
+        assert states()["other"] != "failed"
+    assert not all_trips()
+
+
+@pytest.mark.parametrize("backend", ["inductor", "mkldnn", "onnxruntime"])
+@pytest.mark.usefixtures("_measured")
+def test_backends(backend):
+    model, x = Tokens().eval(), rnd(1, 16, 6)
+    fn = compiled(model, backend, "eager", measure_s=0.1)
+    with torch.no_grad():
+        for _ in range(3):
+            assert fn(x).stride() == model(x).stride() == (96, 16, 4, 1)
+            fuseboard.wait()
+    assert states()[backend] in ("chosen", "slower")
+    assert not all_trips()
+
+
+@pytest.mark.usefixtures("_measured")
+def test_training():
+    """Results, what is saved for the backward, and gradients."""
+    model, x = Tokens(), rnd(1, 16, 6).requires_grad_()
+    with plugged("other", call=as_planned, info={"compiles_quickly": True}):
+        fn = compiled(model, "other", "eager", measure_s=0.1)
+        for _ in range(3):
+            assert_same(fn(x), model(x))
+            (got,), (want,) = (torch.autograd.grad(f(x).sum(), x) for f in (fn, model))
+            assert_same(got, want)
+        forward = {told.name: told.state for told in last_graph("forward").candidates}
+    assert forward["other"] != "failed"
