@@ -205,7 +205,10 @@ class _BackendCall:
         return bool(problem)
 
     def whole_step(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """In training, let the faster of what was compiled and Dynamo's own graph run the calls."""
+        """Let the faster of what was compiled and Dynamo's own graph run the calls.
+
+        In training, and where none of the compiled graph's candidates is Dynamo's.
+        """
         book = self.pipeline.step_book
         if book is None:
             return compiled

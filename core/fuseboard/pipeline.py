@@ -72,9 +72,9 @@ class Pipeline:
         self.example_inputs: Sequence[Any] = ()
         #: Dynamo's graph, as long as it waits for the backend.
         self.dynamos: GraphModule | None = None
-        #: Kind → the report of a forward or backward graph that is chosen by measurement.
+        #: Kind → the report of a graph that is chosen by measurement.
         self.chosen: dict[str, GraphReport] = {}
-        #: Where the decision about both of them together is kept.
+        #: Where the decision about whole calls is kept.
         self.step_book: Book | None = None
         #: Of the graphs that were compiled, in that order.
         self.runners: list[Runner] = []
@@ -279,7 +279,8 @@ class Pipeline:
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
         book = Book.of(session, work.captured, work.kind, work.fixed, report)
         self.chosen[work.kind] = report
-        if work.kind == "forward":
+        whole = not wrapped and all(candidate.given is None for candidate in plans)
+        if work.kind == "forward" or (work.kind == "inference" and whole):
             self.step_book = dataclasses.replace(book, level="step")
         if work.kind != "backward":
             self.capture_book = dataclasses.replace(book, level="capture")

@@ -1,14 +1,19 @@
-"""A training step end to end: what was compiled, or Dynamo's own graph under autograd.
+"""Calls end to end: what was compiled, or Dynamo's own graph.
 
 Forward and backward are chosen apart, each against AOTAutograd's graph run op by op. Together they
 may still be slower than what the model does without a compiler, whose ops weren't taken apart. So
 when both have settled, the next call times forward and backward of the two.
+
+The same goes for inference graphs that Dynamo's can't take the place of. Where one writes to its
+inputs, as to a cache of keys and values, AOTAutograd's graph makes each of them anew, and its
+caller copies them back.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +26,7 @@ from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Event, Measurement
 from fuseboard.lower.failure import describe
+from fuseboard.lower.spare_memory import free_bytes
 from fuseboard.lower.specialise import compiling
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.profile import background
@@ -49,20 +55,23 @@ def whole_step(
     reports: Mapping[str, GraphReport],
     book: Book,
 ) -> Run:
-    """What runs the calls of a training graph.
+    """What runs the calls of a training graph, or of an inference graph.
 
     :param graph: Dynamo's.
     :param mutated: positions of the inputs that it writes to.
-    :param reports: of the ``forward`` and, once it is compiled, the ``backward`` graph, where they
-        are chosen by measurement.
+    :param reports: of the ``inference`` graph, or of the ``forward`` and, once it is compiled, the
+        ``backward`` graph, where they are chosen by measurement.
     :param book: where the decision is kept.
     """
-    if session.eager_is_fallback_only or several_ranks() or _recomputes(graph, session):
+    if session.eager_is_fallback_only or several_ranks() or _is_special(graph):
+        return compiled
+    if "forward" in reports and _saves_memory(session):
         return compiled
     decision = book.find()
     if decision is not None:
         if decision.winner == EAGER:
-            reports["forward"].notes.append(f"{_RUNS}, as the cost database has it")
+            report = _first(reports)
+            report.notes.append(f"{_RUNS[report.kind]}, as the cost database has it")
             return graph.forward
         return compiled
     step = _Undecided(compiled, graph, mutated, session, reports, book)
@@ -73,19 +82,30 @@ def whole_step(
     return run
 
 
-def _recomputes(graph: GraphModule, session: Session) -> bool:
-    """Whether the user wants something computed again that eager would keep."""
+def _first(reports: Mapping[str, GraphReport]) -> GraphReport:
+    return reports["forward" if "forward" in reports else "inference"]
+
+
+def _saves_memory(session: Session) -> bool:
+    """Whether the user wants things computed again that eager would keep."""
     settings = session.settings
-    if settings.memory_budget < 1 or settings.joint_policy == "recompute_all":
-        return True
+    return settings.memory_budget < 1 or settings.joint_policy == "recompute_all"
+
+
+def _is_special(graph: GraphModule) -> bool:
+    """Whether a part of a graph is to be computed again, or to be compiled rather than run."""
     return any(
-        isinstance(node.target, torch._ops.HigherOrderOperator)  # a checkpoint, perhaps
+        isinstance(node.target, torch._ops.HigherOrderOperator)  # a checkpoint, flex attention
         or mark_of(node, MEMORY_BUDGET) is not None
         for node in graph.graph.nodes
     )
 
 
-_RUNS = "forward and backward run as Dynamo's own graph under autograd"
+#: What is told where Dynamo's graph runs, by the kind of the graph whose report tells it.
+_RUNS = {
+    "forward": "forward and backward run as Dynamo's own graph under autograd",
+    "inference": "calls run as Dynamo's own graph",
+}
 
 
 class _Undecided:
@@ -109,16 +129,19 @@ class _Undecided:
         self._mutated = mutated
         self._session = session
         self._reports = reports
+        self._report = _first(reports)
+        self._training = self._report.kind == "forward"
         self._book = book
         self._lock = threading.Lock()
 
     def _watch(self, *args: Any) -> Any:
-        reports = self._reports
-        settled = "backward" in reports and all(report.settled for report in reports.values())
-        if torch_internals.saved_tensor_hooks_are_set():
+        settled = all(report.settled for report in self._reports.values())
+        if self._training:
+            settled = settled and "backward" in self._reports and torch.is_grad_enabled()
+        if self._training and torch_internals.saved_tensor_hooks_are_set():
             # A checkpoint's would meet other saved tensors when it computes again.
             self._leave("it is called where hooks of saved tensors are set, as by a checkpoint")
-        elif settled and torch.is_grad_enabled() and self._lock.acquire(blocking=False):
+        elif settled and self._lock.acquire(blocking=False):
             try:
                 if self.call == self._watch:
                     self.call = self._decide(args)
@@ -130,18 +153,18 @@ class _Undecided:
     def _leave(self, why: str) -> Run:
         """What was compiled runs on."""
         note = f"not compared with Dynamo's own graph as a whole: {why}"
-        self._reports["forward"].notes.append(note)
+        self._report.notes.append(note)
         self.call = self._compiled
         return self._compiled
 
     def _decide(self, args: Sequence[Any]) -> Run:
         """What runs from now on."""
-        report = self._reports["forward"]
+        report = self._report
         if why_not := self._why_not(args):
             return self._leave(why_not)
         tripped = self._trips()
         try:
-            with compiling, background.worker.paused(), generators_put_back(), torch.enable_grad():
+            with compiling, background.worker.paused(), generators_put_back():
                 measured, peaks = self._measure(args)
             why = "something tripped" if self._trips() > tripped else ""
         except Exception as error:  # torch's or a hook's; what was compiled runs on
@@ -154,7 +177,7 @@ class _Undecided:
             for name, one, peak in zip((COMPILED, EAGER), measured, peaks, strict=True)
         ]
         self._book.record(winner, rows, settled=True)
-        report.notes.append(_told(winner, rows))
+        report.notes.append(_told(report.kind, winner, rows))
         self._session.notify(Event("choose", report.name, 0.0, {"winner": winner, "whole": True}))
         emit(report)
         return self._eager if winner == EAGER else self._compiled
@@ -166,21 +189,22 @@ class _Undecided:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
             return "an input is a tensor of a class of its own"
-        if any(value.is_inference() for value in tensors):
+        if self._training and any(value.is_inference() for value in tensors):
             return "an input was made in inference mode"
         if any(i >= len(args) for i in self._mutated):
             return "its inputs aren't in Dynamo's order"
         written = [args[i] for i in self._mutated if isinstance(args[i], torch.Tensor)]
-        if any(value.requires_grad for value in written):
+        if self._training and any(value.requires_grad for value in written):
             return "an input that is written to has a gradient"
-        addresses = [value.untyped_storage().data_ptr() for value in tensors]
-        if written and len(set(addresses)) < len(addresses):
+        addresses = Counter(value.untyped_storage().data_ptr() for value in tensors)
+        if any(addresses[value.untyped_storage().data_ptr()] > 1 for value in written):
             return "it writes to inputs, and some share their memory"
-        return ""
+        return _why_no_room(written)
 
     def _measure(self, args: Sequence[Any]) -> tuple[list[Measurement], list[int | None]]:
         """Times and peaks, in the order compiled, eager."""
-        calls = [partial(self._step, run, args) for run in (self._compiled, self._eager)]
+        once = self._step if self._training else self._alone
+        calls = [partial(once, run, args) for run in (self._compiled, self._eager)]
         _, measured = self._session.first(
             "fuseboard_measure", calls=calls, budget_s=self._session.settings.measure_s
         )
@@ -191,12 +215,18 @@ class _Undecided:
     def _step(self, run: Run, args: Sequence[Any]) -> None:
         """Forward and backward; no gradient is left anywhere, and no hook of the user's called."""
         own = [self._own(number, value) for number, value in enumerate(args)]
-        results = [r for r in tree_leaves(run(*own)) if isinstance(r, torch.Tensor)]
-        results = [r for r in results if r.requires_grad]
-        wanted = [v for v in own if isinstance(v, torch.Tensor) and v.requires_grad]
-        ones = [torch.ones_like(r) for r in results]
-        torch.autograd.grad(results, wanted, ones, allow_unused=True)
+        with torch.enable_grad():
+            results = [r for r in tree_leaves(run(*own)) if isinstance(r, torch.Tensor)]
+            results = [r for r in results if r.requires_grad]
+            wanted = [v for v in own if isinstance(v, torch.Tensor) and v.requires_grad]
+            ones = [torch.ones_like(r) for r in results]
+            torch.autograd.grad(results, wanted, ones, allow_unused=True)
         torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
+
+    def _alone(self, run: Run, args: Sequence[Any]) -> None:
+        """A call without gradients, on the same weights: what is prepared from them stays."""
+        run(*(strided_copy(v) if i in self._mutated else v for i, v in enumerate(args)))
+        torch.clear_autocast_cache()
 
     def _own(self, number: int, value: Any) -> Any:
         """An input as a leaf of its own, on the same memory unless the graph writes there."""
@@ -207,11 +237,23 @@ class _Undecided:
         return value.detach().requires_grad_(value.requires_grad)
 
 
-def _told(winner: str, rows: Sequence[CandidateReport]) -> str:
+def _why_no_room(written: Sequence[torch.Tensor]) -> str:
+    """Why no copies of these should be made beside the call's own; "" if they may."""
+    devices = {value.device for value in written}
+    for device in devices:
+        free = free_bytes(device)
+        wanted = sum(value.nbytes for value in written if value.device == device)
+        if free is not None and 2 * wanted > free:
+            return "copies of what it writes to would take more than half of the free memory"
+    return ""
+
+
+def _told(kind: str, winner: str, rows: Sequence[CandidateReport]) -> str:
     times = " and ".join(f"{1e-3 * (row.latency_us or 0.0):.2f} ms {row.name}" for row in rows)
     peaks = [row.peak_bytes for row in rows]
     more = ""
     if None not in peaks:
         more = ", with peaks of " + " and ".join(f"{(peak or 0) / 2**20:.1f} MiB" for peak in peaks)
-    what = f"{_RUNS}" if winner == EAGER else "what was compiled runs"
-    return f"forward and backward together take {times} (Dynamo's own graph){more}: {what}"
+    subject = "forward and backward together" if kind == "forward" else "whole calls"
+    what = _RUNS[kind] if winner == EAGER else "what was compiled runs"
+    return f"{subject} take {times} (Dynamo's own graph){more}: {what}"
