@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config
+from torch._inductor import config, lowering
 
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph
@@ -64,6 +64,14 @@ def test_complex_numbers_are_a_reason():
     found = notes(lambda x, y: torch.complex(x, y).abs() * 2, rnd(5), rnd(5))
     assert found
     assert all(note.endswith("Inductor compiles no complex numbers") for note in found)
+
+
+def test_complex_numbers_are_told_in_the_report_alone(recwarn):
+    """Inductor would warn once in a process, also of code that loses."""
+    lowering._warn_complex_not_supported.cache_clear()
+    found = notes(lambda x, y: torch.complex(x, y).abs() * 3, rnd(5), rnd(5), cache=False)
+    assert found
+    assert [str(w.message) for w in recwarn if "complex" in str(w.message)] == []
 
 
 def test_eagers_random_numbers_are_a_reason():
