@@ -115,7 +115,7 @@ def has_effects(node: Node) -> bool:
     """
     target = node.target
     if target is torch.ops.higher_order.with_effects:
-        return True
+        return not only_raises(node)
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if target.namespace.startswith("_c10d_functional"):
@@ -123,6 +123,19 @@ def has_effects(node: Node) -> bool:
     if target._opname.startswith(("_assert", "sym_constrain")):
         return False
     return bool(node.is_impure()) and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def only_raises(node: Node) -> bool:
+    """Whether an ordered effect is nothing but a check, which may be made again.
+
+    ``torch/_higher_order_ops/effects.py`` of 2.13 orders the check behind ``linalg.inv``,
+    ``cholesky``, ``solve`` and their like among the effects, so that it isn't dropped.
+    """
+    return (
+        node.target is torch.ops.higher_order.with_effects
+        and len(node.args) > 1
+        and node.args[1] is torch.ops.aten._linalg_check_errors.default
+    )
 
 
 # --- units: what moves through the stages together ----------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from fuseboard import torch_internals
+from fuseboard.partition.stages import only_raises
 from fuseboard.profile import lifting
 
 #: What uninitialised memory is filled with in a run, by what kind of numbers it holds.
@@ -257,7 +258,8 @@ class Lifted:
         if graphs:
             return run(graphs[next(self._branches[node])], operands, self)
         if isinstance(target, torch._ops.HigherOrderOperator):
-            return self._in_own_dtypes(node, values, "what it holds was made for them")
+            why = "" if only_raises(node) else "what it holds was made for them"
+            return self._in_own_dtypes(node, values, why)
         args, kwargs = lifting.lifted_arguments(target, args, kwargs, dtypes_of(form))
         refusals = []
         for function in (target, torch_internals.decomposition_of(target)):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard.partition.stages import only_raises
+
 #: Namespaces of ops that talk to other processes, or move what others hold.
 _COLLECTIVES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem"}
@@ -75,7 +77,7 @@ def _why_not(node: Node, owner: torch.nn.Module) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return _why_not_op(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        if target.name() in _EFFECTS:
+        if target.name() in _EFFECTS and not only_raises(node):
             return f"{target.name()} has effects beyond its results"
         return ""
     module = getattr(target, "__module__", "") or ""
