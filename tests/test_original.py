@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fuseboard
+from fuseboard.original import forward_of
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd
@@ -186,3 +187,15 @@ def test_powers_inside_of_control_flow():
     fn = compiled(f, "eager")
     assert fn(torch.arange(4)).tolist() == [1, -2, 4, -8]
     assert fn(torch.zeros(2, dtype=torch.int64)).tolist() == [1, 1]
+
+
+def test_dynamos_graph_is_called_without_a_detour():
+    """A ``forward`` from before the graph's code was written goes by the module's call, always."""
+    found = []
+
+    def backend(graph, example_inputs):
+        found.append(forward_of(graph))
+        return found[0]
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert found[0].__func__.__name__ == "forward"

@@ -18,7 +18,7 @@ from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.entry import Entry
 from fuseboard.lower.specialise import compiling
-from fuseboard.original import mend_powers
+from fuseboard.original import forward_of, mend_powers
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline import Pipeline
 from fuseboard.profile.ranks import several_ranks
@@ -62,9 +62,9 @@ def fuseboard(
             if call.was_compiling or torch_internals.is_dynamos(error):
                 raise
             call.pipeline.contain_refused_graph(error)
-            return torch_internals.forward_of(graph)
+            return forward_of(graph)
     if call.is_another(compiled, example_inputs):
-        return torch_internals.forward_of(graph)
+        return forward_of(graph)
     return call.guard_overlap(call.whole_step(compiled), example_inputs)
 
 
@@ -225,13 +225,13 @@ class _BackendCall:
         """
         if not self._mutated:
             return compiled
-        graph, note = self.graph, self._note_overlap
+        own, note = forward_of(self.graph), self._note_overlap
         expected = _overlap(example_inputs)
 
         def run(*args: Any) -> Any:
             if _overlap(args) != expected:
                 note()
-                return graph(*args)
+                return own(*args)
             return compiled(*args)
 
         return run

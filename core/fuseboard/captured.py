@@ -24,6 +24,7 @@ from fuseboard.lower.entry import Entry, all_running
 from fuseboard.lower.failure import describe
 from fuseboard.lower.runner import Runner
 from fuseboard.lower.spare_memory import free_bytes
+from fuseboard.original import forward_of
 from fuseboard.partition.stages import has_effects
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
@@ -76,7 +77,7 @@ class Capture:
         fast_random: bool,
     ) -> None:
         self._graph = graph
-        self._dynamos = torch_internals.forward_of(graph)
+        self._dynamos = forward_of(graph)
         self._compiled = compiled
         self._entries = entries
         self._written = written

@@ -7,7 +7,7 @@ apart (resizing an image becomes dozens of index ops), and it has more of them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,16 @@ def mend_powers(graph: GraphModule) -> None:
             node.target = pow
         if misread:
             module.recompile()
+
+
+def forward_of(graph: GraphModule) -> Callable[..., Any]:
+    """The code of Dynamo's graph.
+
+    It is written when it is first looked at. A ``forward`` from before that would go the way around
+    by the module's own call, always, which takes longer and prints what it knows of an exception.
+    """
+    _ = graph.code
+    return graph.forward
 
 
 def original(graph: GraphModule, example_inputs: Sequence[Any], work: Work) -> Site | None:
@@ -86,7 +96,7 @@ def _is_special(node: Node) -> bool:
 
 
 def _boxed(graph: GraphModule) -> Boxed:
-    forward = graph.forward
+    forward = forward_of(graph)
 
     def call(args: list[Any]) -> Sequence[Any]:
         inputs = tuple(args)

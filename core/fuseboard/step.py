@@ -28,6 +28,7 @@ from fuseboard.contracts import Event, Measurement
 from fuseboard.lower.failure import describe
 from fuseboard.lower.spare_memory import free_bytes
 from fuseboard.lower.specialise import compiling
+from fuseboard.original import forward_of
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
@@ -72,7 +73,7 @@ def whole_step(
         if decision.winner == EAGER:
             report = _first(reports)
             report.notes.append(f"{_RUNS[report.kind]}, as the cost database has it")
-            return graph.forward
+            return forward_of(graph)
         return compiled
     step = _Undecided(compiled, graph, mutated, session, reports, book)
 
@@ -125,7 +126,7 @@ class _Undecided:
     ) -> None:
         self.call: Run = self._watch
         self._compiled = compiled
-        self._eager: Run = graph.forward
+        self._eager: Run = forward_of(graph)
         self._mutated = mutated
         self._session = session
         self._reports = reports

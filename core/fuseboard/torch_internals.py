@@ -416,17 +416,6 @@ def overlapping(tensors: list[torch.Tensor]) -> set[int]:
     return set(compute_overlapping_tensors(tensors, symbolic=False))
 
 
-def forward_of(graph: GraphModule) -> Callable[..., Any]:
-    """A graph's own code, without what fx prints on the standard error when a call of it raises.
-
-    A graph whose code is still to be generated goes through that in its first call.
-    """
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
-    _LazyGraphModule.force_recompile(graph)
-    return graph.forward
-
-
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Compute on real tensors although a fake mode is active (compilers run under one)."""
