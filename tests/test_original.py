@@ -189,6 +189,27 @@ def test_powers_inside_of_control_flow():
     assert fn(torch.zeros(2, dtype=torch.int64)).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("share", [1.0, 1.3])
+def test_eight_bit_floats_are_held_against_dynamos_graph(monkeypatch, tmp_path, share):
+    """torch subtracts none of them from others."""
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+
+    def narrow(x):
+        return (x * 2).to(torch.float8_e4m3fn), x + 1
+
+    def off(eager_call, region):
+        return lambda args: [(v.float() * share).to(v.dtype) for v in eager_call(args)]
+
+    x = torch.linspace(-1, 1, 64)
+    with plugged("fake", call=off, info={"compiles_quickly": True}), torch.no_grad():
+        got = compiled(narrow, "fake", "eager")(x)
+    assert got[0].dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(got[0].float(), narrow(x)[0].float())
+    assert len(all_trips()) == (share != 1.0)
+    assert not any("isn't judged" in note for note in last_graph().notes)
+
+
 def test_dynamos_graph_is_called_without_a_detour():
     """A ``forward`` from before the graph's code was written goes by the module's call, always."""
     found = []
