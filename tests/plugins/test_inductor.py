@@ -66,11 +66,17 @@ def test_complex_numbers_are_a_reason():
     assert all(note.endswith("Inductor compiles no complex numbers") for note in found)
 
 
-def test_complex_numbers_are_told_in_the_report_alone(recwarn):
+@pytest.mark.parametrize("training", [False, True])
+def test_complex_numbers_are_told_in_the_report_alone(recwarn, training):
     """Inductor would warn once in a process, also of code that loses."""
     lowering._warn_complex_not_supported.cache_clear()
-    found = notes(lambda x, y: torch.complex(x, y).abs() * 3, rnd(5), rnd(5), cache=False)
-    assert found
+    x, y = rnd(5), rnd(5)
+    if training:
+        with torch.enable_grad():
+            fn = compiled(lambda x, y: torch.complex(x, y).abs() * 3, "inductor", cache=False)
+            fn(x.requires_grad_(), y).sum().backward()
+    else:
+        assert notes(lambda x, y: torch.complex(x, y).abs() * 3, x, y, cache=False)
     assert [str(w.message) for w in recwarn if "complex" in str(w.message)] == []
 
 

@@ -72,7 +72,8 @@ def joint_graph_passes(graph: GraphModule) -> GraphModule:
         keywords["skip_invoke_subgraph"] = True
     if "input_device" in accepted:
         keywords["input_device"] = _device_of(graph)
-    result = passes(graph, **keywords)
+    with _fallbacks.without_warning():
+        result = passes(graph, **keywords)
     return graph if result is None else result
 
 

@@ -80,11 +80,8 @@ def _op(name: str) -> Any:
 
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """Count the fallback kernels that are made during the block.
-
-    Inductor's warning of complex numbers is left out: the notes say it, and its code may lose.
-    """
-    from torch._inductor import ir, lowering
+    """Count the fallback kernels that are made during the block."""
+    from torch._inductor import ir
 
     found: dict[str, int] = {}
     kernel = getattr(ir, "FallbackKernel", None)
@@ -99,13 +96,25 @@ def counting() -> Iterator[dict[str, int]]:
         if isinstance(op, torch._ops.OpOverload):
             found[str(op)] = found.get(str(op), 0) + 1
 
-    warning = getattr(lowering, "_warn_complex_not_supported", None)
     kernel.__init__ = count
-    if warning is not None:
-        lowering._warn_complex_not_supported = lambda: None
     try:
-        yield found
+        with without_warning():
+            yield found
     finally:
         kernel.__init__ = original
-        if warning is not None:
-            lowering._warn_complex_not_supported = warning
+
+
+@contextmanager
+def without_warning() -> Iterator[None]:
+    """Without Inductor's warning of complex numbers: the notes say it, and its code may lose."""
+    from torch._inductor import lowering
+
+    original = getattr(lowering, "_warn_complex_not_supported", None)
+    if original is None:
+        yield
+        return
+    lowering._warn_complex_not_supported = lambda: None
+    try:
+        yield
+    finally:
+        lowering._warn_complex_not_supported = original
