@@ -370,6 +370,20 @@ def test_a_graph_that_aotautograd_refuses(function, inputs):
             compiled(function, backend, on_failure="raise")(*inputs(one))
 
 
+@pytest.mark.parametrize("policy", ["priority", "measured"])
+def test_eagers_result_is_right_whatever_the_fake_one_is(policy):
+    """Torch's fake values of quantised tensors are of another dtype than its kernels' results."""
+
+    def quantised(x):
+        return torch.quantize_per_tensor(x.exp(), 0.1, 0, torch.quint8)
+
+    x = torch.tensor([0.0, 1.0])
+    with plugged(claim=claim_ops("exp")) as fake:
+        fn = compiled(quantised, fake, "eager", policy=policy)
+        for _ in range(3):
+            assert fn(x).int_repr().tolist() == [10, 27]
+
+
 def test_the_boards_own_errors_are_raised_while_aotautograd_runs():
     with plugged(claim=raising) as backend, pytest.raises(Exception, match=r"RegionError.*'claim'"):
         compiled(f, backend, on_failure="raise")(rnd(3, 4))

@@ -17,6 +17,7 @@ from fuseboard.config import resolve
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.entry import Entry
+from fuseboard.lower.failure import describe
 from fuseboard.lower.specialise import compiling
 from fuseboard.original import forward_of, mend_powers
 from fuseboard.partition.pins import Pins
@@ -194,12 +195,16 @@ class _BackendCall:
         fast = settings.random == "fast"
         captured = Capture(self.graph, compiled, self.entries, written, fast)
         report = pipeline.runners[0].report
+        reason = ""
         try:
             with compiling, report.timed("capture"):
                 problem = captured.known_difference(pipeline.capture_book, example_inputs)
         except CannotCompare as why:
-            report.notes.append(f"not held against Dynamo's own graph: {why}")
-            return False
+            problem, reason = "", str(why)
+        except Exception as error:  # torch's, on results of a kind that it can't compute with
+            problem, reason = "", describe(error)
+        if reason:
+            report.notes.append(f"not held against Dynamo's own graph: {reason}")
         if problem:
             pipeline.contain_other_graph(problem)
         return bool(problem)

@@ -287,7 +287,7 @@ def _kept(value: Any) -> Any:
     """A result as it is now; a backward may write to it."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.layout != torch.strided:
+    if value.layout != torch.strided or value.is_quantized:
         return None
     return strided_copy(value).requires_grad_(value.requires_grad)
 

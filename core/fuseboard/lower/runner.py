@@ -18,8 +18,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
-from fuseboard.contracts import Boxed, GraphKind, Stage
-from fuseboard.errors import NotEnoughMemory, WrongValues
+from fuseboard.contracts import Boxed, GraphKind, Region, Stage
+from fuseboard.errors import ContractError, NotEnoughMemory, WrongValues
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
@@ -195,8 +195,24 @@ class Runner:
             number = self._failed_prepare(lowered, inputs)
         if not 0 <= number < len(lowered):
             raise error
-        self._contain(lowered[number], error, "eager")
+        region = lowered[number].region
+        if region.backend == "eager" and isinstance(error, ContractError):
+            self._run_as_captured(region, error)
+        else:
+            self._contain(lowered[number], error, "eager")
         return results
+
+    def _run_as_captured(self, region: Region, error: ContractError) -> None:
+        """After a region of eager's whose results aren't those that torch's fake values tell.
+
+        They are right, but other regions were compiled for the fake ones.
+        """
+        if decide(self.session, region.name, region.backend, "run", error) == "raise":
+            raise region_error(region, "run", error) from error
+        with self.lock:
+            instead = "the whole graph in eager, as captured"
+            trip(self.report, region.backend, "run", region.name, error, instead, region.source)
+            self._run(self.entry.eager)
 
     def blame(
         self,
