@@ -195,14 +195,14 @@ class _BackendCall:
         fast = settings.random == "fast"
         captured = Capture(self.graph, compiled, self.entries, written, fast)
         report = pipeline.runners[0].report
-        reason = ""
+        problem = reason = ""
         try:
             with compiling, report.timed("capture"):
                 problem = captured.known_difference(pipeline.capture_book, example_inputs)
         except CannotCompare as why:
-            problem, reason = "", str(why)
+            reason = str(why)
         except Exception as error:  # torch's, on results of a kind that it can't compute with
-            problem, reason = "", describe(error)
+            reason = describe(error)
         if reason:
             report.notes.append(f"not held against Dynamo's own graph: {reason}")
         if problem:
