@@ -139,6 +139,16 @@ def test_a_decision_without_times_is_shown(filled):
     assert f"{only.key}: eager" in costs("show", only.key)
 
 
+def test_list_shows_files_without_their_folders(filled):
+    """Which would take the table's width; the whole title is in ``show``."""
+    title = "inference 0/0 Net.forward (/home/ann/models/net.py:10)"
+    one = dataclasses.replace(decision("long"), title=title)
+    filled.record(one)
+    row = next(line for line in costs("list").splitlines() if one.key[:12] in line)
+    assert "inference 0/0 Net.forward (net.py:10)" in row
+    assert title in costs("show", one.key)
+
+
 def test_a_key_must_be_one(filled):
     """None that begins so, or several: neither is guessed."""
     assert "no key begins with 'xyz'" in refused("show", "xyz")

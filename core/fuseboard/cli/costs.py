@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +104,7 @@ def _row(decision: Decision) -> list[Text]:
     tried = f"{len(ranked)}" if decision.settled else f"{len(ranked)}, more to try"
     return [
         Text(decision.key[:_KEY_SHOWN], style="dim"),
-        Text(decision.title or "?"),
+        Text(_without_folders(decision.title) or "?"),
         Text(decision.level),
         Text(decision.winner, style="green"),
         Text(_latency(best)),
@@ -111,6 +112,11 @@ def _row(decision: Decision) -> list[Text]:
         Text(tried, style="" if decision.settled else "yellow"),
         Text(_date(decision.created)),
     ]
+
+
+def _without_folders(title: str) -> str:
+    """A title with the file's name alone: a path would take the table's width, and `show` has it."""
+    return re.sub(r"\([^()]*[/\\]([^/\\()]+:\d+\))", r"(\1", title)
 
 
 @costs.command()
