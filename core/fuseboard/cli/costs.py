@@ -115,7 +115,7 @@ def _row(decision: Decision) -> list[Text]:
 
 
 def _without_folders(title: str) -> str:
-    """A title with the file's name alone: a path would take the table's width, and `show` has it."""
+    """With the file's name alone: a path takes the table's width, and ``show`` has it."""
     return re.sub(r"\([^()]*[/\\]([^/\\()]+:\d+\))", r"(\1", title)
 
 
