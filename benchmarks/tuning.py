@@ -72,14 +72,18 @@ def child_peak_bytes() -> int:
 @contextmanager
 def runners() -> Iterator[tuple[list[Any], list[list[Any]]]]:
     """The runners that are made in the block, and what their last calls were given."""
-    from fuseboard.lower import runner
+    from fuseboard.lower.entry import Entry
+    from fuseboard.lower.runner import Runner
 
     made: list[Any] = []
     given: list[list[Any]] = []
-    boxed = runner.Runner.boxed
+    begin, boxed = Runner.__init__, Entry.boxed
+
+    def noted(self: Any, *arguments: Any) -> None:
+        made.append(self)
+        begin(self, *arguments)
 
     def watched(self: Any) -> Any:
-        made.append(self)
         inner = boxed(self)
 
         def call(args: list[Any]) -> Any:
@@ -89,11 +93,13 @@ def runners() -> Iterator[tuple[list[Any], list[list[Any]]]]:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    runner.Runner.boxed = watched  # type: ignore[method-assign]
+    Runner.__init__ = noted  # type: ignore[method-assign]
+    Entry.boxed = watched  # type: ignore[method-assign]
     try:
         yield made, given
     finally:
-        runner.Runner.boxed = boxed  # type: ignore[method-assign]
+        Runner.__init__ = begin  # type: ignore[method-assign]
+        Entry.boxed = boxed  # type: ignore[method-assign]
 
 
 def directly(runner: Any, args: list[Any]) -> Callable[[], Any]:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from fuseboard import Claim, Decline, pipeline
 from fuseboard.board import board
 from fuseboard.config import resolve
+from fuseboard.lower.entry import Entry
 from fuseboard.lower.program import Site
 from fuseboard.lower.runner import Runner
 from fuseboard.partition.stages import keeps_order
@@ -109,10 +110,11 @@ def partition(recipe: Recipe, first: Claims, second: Claims, **options: Any) -> 
         session = board.session(resolve({"backends": [*BACKENDS, "eager"], **options}, None))
         context = torch._guards.TracingContext(mode)
         with recorded() as runners, torch._guards.tracing(context), mode:
-            call = Pipeline(session, "test").compile(graph, values, "inference")
+            entry = Entry(graph, "captured")
+            Pipeline(session, "test").compile(entry, "inference")
     (report,), (runner,) = ledger.graphs(), runners
     shared = runner.board
-    return Partitioned(shared.graph, runner.program.sites, list(shared.kept), report, call)
+    return Partitioned(shared.graph, runner.program.sites, list(shared.kept), report, entry.boxed())
 
 
 def search(examples: int) -> Any:

@@ -30,7 +30,7 @@ _REGION = re.compile(
     rf"{PREFIX}(?P<region>\w+\.region\d+) \[(?P<backend>[^\]]+)\](?: (?P<modules>.+))?"
 )
 _STAGE = re.compile(
-    rf"{PREFIX}(?P<stage>fuse|partition|lower|profile|verify|prepare) (?P<what>\S+).*"
+    rf"{PREFIX}(?P<stage>fuse|partition|lower|capture|profile|verify|prepare) (?P<what>\S+).*"
 )
 _CALL = re.compile(r"Torch-Compiled Region: (?P<id>.+)|CompiledFunctionBackward")
 _GUARDS = "TorchDynamo Cache Lookup"

@@ -116,6 +116,8 @@ def summarise(trace: Trace) -> Summary:
     summary = Summary()
     steady: list[Span] = []
     for call in _outermost(trace.of_kind("call"), "call"):
+        if _is_part_of_compiling(call):
+            continue
         if _compiles(call):
             summary.first_calls += 1
             summary.first_s += call.us / 1e6
@@ -143,6 +145,11 @@ def summarise(trace: Trace) -> Summary:
 
 def _outermost(spans: Sequence[Span], kind: str) -> list[Span]:
     return [span for span in spans if not any(around.kind == kind for around in span.around())]
+
+
+def _is_part_of_compiling(call: Span) -> bool:
+    """Whether nobody made the call but the board, to compare what it compiles."""
+    return any(span.kind in ("stage", "compile") for span in call.around())
 
 
 def _compiles(call: Span) -> bool:
