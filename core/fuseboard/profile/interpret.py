@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from fuseboard import torch_internals
 from fuseboard.partition.stages import only_raises
-from fuseboard.profile import lifting
+from fuseboard.profile import batch_means, lifting
 
 #: What uninitialised memory is filled with in a run, by what kind of numbers it holds.
 FILLS: tuple[dict[str, Any], ...] = (
@@ -376,7 +376,10 @@ class Disturbed(Eager):
             return super().computed(node, target, args, kwargs)
         if node in self.rounded or not lifting.pointwise(target):
             args = tuple(self.disturbed(value) for value in args)
-        return self.disturbed(super().computed(node, target, args, kwargs))
+        result = super().computed(node, target, args, kwargs)
+        if batch_means.concerns(target):
+            result = batch_means.moved(target, args, result, self._generator(args[0].device))
+        return self.disturbed(result)
 
     def disturbed(self, value: Any) -> Any:
         """Tensors of floats, also in lists, each a unit in the last place off."""
