@@ -87,6 +87,24 @@ def test_eagers_random_numbers_are_a_reason():
     assert "runs as an ATen kernel (1x): so that it draws eager's numbers" in found[0]
 
 
+@pytest.mark.parametrize("random", ["eager", "fast"])
+def test_attention_without_dropout_is_no_matter_of_random_numbers(random):
+    """Inductor has no kernel for it, whatever the setting."""
+    q, k, v = (rnd(1, 2, 64, 16) for _ in range(3))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = notes(lambda q, k, v: attend(q, k, v) + 1, q, k, v, random=random)
+    attention = [note for note in found if "flash_attention" in note]
+    assert len(attention) == 1
+    assert attention[0].endswith("Inductor has no kernel of its own for it")
+
+
+@pytest.mark.parametrize("function", [torch.rand_like, torch.randn_like, torch.bernoulli])
+def test_kernels_that_inductor_has_for_random_numbers(function):
+    """With other numbers than eager's it would use them."""
+    found = notes(lambda x: x + function(x), rnd(5).abs().clamp(max=1))
+    assert [note for note in found if "so that it draws eager's numbers" in note]
+
+
 def test_what_inductor_compiles_has_no_note():
     """Nor has a matrix product, which is left to a library by choice."""
     assert notes(lambda x, y: torch.relu(x @ y).sum(-1), rnd(5, 7), rnd(7, 3)) == []

@@ -60,16 +60,24 @@ def _why(name: str, complex_ops: frozenset[str], random: str) -> str:
     op = _op(name)
     if name in complex_ops:
         return "Inductor compiles no complex numbers"
-    if op is not None and torch.Tag.nondeterministic_seeded in op.tags:
-        if random == "eager":
-            return "so that it draws eager's numbers (the setting random = 'fast' doesn't need it)"
-        return "it draws random numbers"
+    if random == "eager" and _has_other_numbers(op):
+        return "so that it draws eager's numbers (the setting random = 'fast' doesn't need it)"
     known: Any = getattr(lowering, "fallbacks", ())
     if op is not None and (op in known or op.overloadpacket in known):
         return "Inductor has no kernel of its own for it"
     if op is not None and op not in lowering.lowerings:
         return "Inductor doesn't know it"
     return "Inductor's own kernel doesn't cover these arguments"
+
+
+def _has_other_numbers(op: Any) -> bool:
+    """Whether Inductor has a kernel for an op that draws other random numbers than eager."""
+    from torch._inductor import decomposition
+
+    aten = torch.ops.aten
+    if getattr(op, "overloadpacket", None) in (aten.rand, aten.randn, aten.randint):
+        return True
+    return op in getattr(decomposition, "extra_random_decomps", ())
 
 
 def _op(name: str) -> Any:
