@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -218,6 +219,68 @@ def test_it_is_left_out_where_memory_is_short(monkeypatch):
     assert "running both would take 0 MiB of the 0 MiB that are free" in note
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_runs_short_is_no_difference(error, monkeypatch):
+    """It is the results of the first run that the second has too little memory beside."""
+    run, ran = fuseboard.captured._results, []
+
+    def short(*args):
+        ran.append(1)
+        if len(ran) == 2:
+            raise error
+        return run(*args)
+
+    monkeypatch.setattr(fuseboard.captured, "_results", short)
+    assert compiled(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
+    assert len(ran) == 2
+    assert not all_trips()
+    (note,) = last_graph().notes
+    assert note.startswith("not held against Dynamo's own graph: memory ran short")
+
+
+def test_memory_for_copies_of_what_is_written_to_is_counted(monkeypatch):
+    """All the memory that a written view is of is copied."""
+    monkeypatch.setattr(fuseboard.captured, "free_bytes", lambda device: 1e6)
+    cache = torch.zeros(10**6)
+    assert compiled(lambda x: x.add_(1) * 2)(cache[:2]).tolist() == [2, 2]
+    (note,) = last_graph().notes
+    assert "running both would take" in note
+
+
+def test_weights_are_not_copied(monkeypatch):
+    """Nothing writes to them, and a model's may fill the memory."""
+    copied = []
+    keep = fuseboard.captured.strided_copy
+    monkeypatch.setattr(
+        fuseboard.captured, "strided_copy", lambda value: copied.append(value.shape) or keep(value)
+    )
+    model = torch.nn.Linear(3, 2)
+    compiled(model)(rnd(4, 3)).sum().backward()
+    assert copied
+    assert set(copied) == {(4, 2)}
+
+
+def test_what_is_never_the_same_twice_is_no_difference():
+    """What an op of the user's reads beside its inputs, nobody knows: it is as with roundings."""
+    count = itertools.count()
+
+    @torch.library.custom_op("fuseboard_test::counted", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return x + next(count)
+
+    counted.register_fake(torch.empty_like)
+    compiled(lambda x: counted(x) * 2)(torch.ones(2))
+    assert not all_trips()
+
+
 def test_roundings_are_no_difference():
     """What is added to all of a row cancels out: its gradient is nothing but roundings."""
     table = get_decompositions(SOFTMAX)
@@ -282,4 +345,18 @@ def test_inputs_that_share_memory_are_written_to_once():
     base = torch.arange(6.0)
     assert compiled(both)(base, base[2:4]).item() == 45 + 2 + 17
     assert base.tolist() == [0, 3, 7, 10, 12, 15]
+    assert not all_trips()
+
+
+def test_gradients_that_a_compiled_backward_adds_to_are_added_to_once():
+    """Compiled autograd's graph has a list of tensors as input, writes to some and empties it."""
+    model = torch.nn.Linear(4, 3)
+    x = rnd(5, 4)
+    wanted = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
+    fn = compiled(model)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="fuseboard")):
+        for calls in (1, 2, 3):
+            fn(x).square().sum().backward()
+            grads = [parameter.grad / calls for parameter in model.parameters()]
+            torch.testing.assert_close(grads, list(wanted))
     assert not all_trips()

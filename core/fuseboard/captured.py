@@ -9,7 +9,7 @@ op in eager, forward and backward, on the inputs that it is compiled for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,12 +30,10 @@ from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.kept_inputs import strided_copy
 from fuseboard.profile.measure import generators_put_back
-from fuseboard.profile.reference import Reference
 from fuseboard.profile.replays import replayable
 from fuseboard.profile.rewrites import MEMORY_SHARE, peak_bytes
-from fuseboard.profile.rules import Rule, reached_by
-from fuseboard.profile.spread import Spread, spread_of, widened
-from fuseboard.profile.values import judge
+from fuseboard.profile.rules import reached_by
+from fuseboard.profile.same_results import Disturbances, difference
 from fuseboard.report.data import CandidateReport
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_symbols import in_the_example, why_unknown
@@ -48,10 +46,6 @@ CAPTURED, EAGER = "captured", "eager"
 
 #: Modules of functions that a graph of Dynamo's calls without effects on anything but tensors.
 _PLAIN = frozenset({"_operator", "operator", "math", "builtins", "torch"})
-
-#: Units in the last place of a result's largest element that eager is taken to be off; an engine
-#: may be off ten times as far. Runs with disturbed roundings tell more, where that isn't enough.
-_ROUNDINGS, _DISTURBED_RUNS = 2.0, 3
 
 
 class CannotCompare(Exception):
@@ -104,23 +98,24 @@ class Capture:
         """
         own = self._inputs(inputs)
         self._must_be_comparable()
+        self._must_have_room(own)
         want, got = self._eager(own), self._captured(own)
         if isinstance(want, Exception) or isinstance(got, Exception):
             return _difference_of_errors(want, got)
         if list(want) != list(got):
             return "it has other results"
-        disturbed = _Disturbed(partial(self._captured, own), got)
+        disturbed = Disturbances(partial(self._captured, own), got)
         for name, value in got.items():
-            if problem := _problem(value, want[name], disturbed.spreads(name)):
+            if problem := difference(value, want[name], disturbed.spreads(name)):
                 return f"{name} {problem}"
         return ""
 
     def _eager(self, inputs: _Copies) -> dict[str, Any] | Exception:
         try:
             with generators_put_back():
-                return _results(self._dynamos, inputs.made())
+                return _results(self._dynamos, inputs)
         except Exception as error:  # the user's own, or a limit of eager's
-            return error
+            return _not_of_memory(error)
 
     def _captured(self, inputs: _Copies, seed: int | None = None) -> dict[str, Any] | Exception:
         """:param seed: disturb roundings by that."""
@@ -130,9 +125,9 @@ class Capture:
 
         try:
             with generators_put_back(), all_running(self._entries, how):
-                return _results(self._compiled, inputs.made())
+                return _results(self._compiled, inputs)
         except Exception as error:
-            return error
+            return _not_of_memory(error)
 
     def _inputs(self, inputs: Sequence[Any]) -> _Copies:
         values = []
@@ -140,6 +135,8 @@ class Capture:
             if why := why_unknown(value):
                 raise CannotCompare(why)
             values.append(in_the_example(value))
+        if any(isinstance(value, list | tuple | dict) for value in values):
+            raise CannotCompare("an input is a collection, which it may change")
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
             raise CannotCompare("an input is a tensor of a class of its own")
@@ -162,7 +159,6 @@ class Capture:
             if self._written != frozenset() and _is_held(node, owner):
                 raise CannotCompare(f"it may write to {node.target}, which Dynamo's graph holds")
         self._must_be_repeatable()
-        self._must_have_room()
 
     def _must_be_repeatable(self) -> None:
         for graph in (entry.captured for entry in self._entries):
@@ -176,13 +172,13 @@ class Capture:
             if self._fast_random and any(what.random for what in reached):
                 raise CannotCompare("its random numbers needn't be eager's")
 
-    def _must_have_room(self) -> None:
-        """Eager holds what it does anyway; the results of both runs come on top."""
+    def _must_have_room(self, inputs: _Copies) -> None:
+        """Eager holds what it does anyway; the results of both runs come on top, and copies."""
         graphs = [entry.captured for entry in self._entries]
         values = (node.meta.get("val") for graph in graphs for node in graph.graph.nodes)
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
         free = None if device is None else free_bytes(device)
-        needed = 2 * sum(map(peak_bytes, graphs))
+        needed = 2 * (sum(map(peak_bytes, graphs)) + inputs.copied_bytes)
         if free is not None and needed > MEMORY_SHARE * free:
             raise CannotCompare(
                 f"running both would take {needed / 2**20:.0f} MiB of the {free / 2**20:.0f} MiB "
@@ -232,6 +228,7 @@ def _is_held(node: Node, owner: GraphModule) -> bool:
 class _Copies:
     """Inputs for runs beside a call: what is written to, and what shares its memory, anew.
 
+    :ivar anew: positions of these.
     :raises CannotCompare: there is an input that no copy stands for.
     """
 
@@ -240,11 +237,17 @@ class _Copies:
         tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
         places = [i for i in tensors if written is None or i in written]
         addresses = {torch_internals.storage_address(values[i]) for i in places}
-        self._anew = {i for i in tensors if torch_internals.storage_address(values[i]) in addresses}
+        self.anew = {i for i in tensors if torch_internals.storage_address(values[i]) in addresses}
         if torch.is_grad_enabled() and any(
-            values[i].requires_grad and not values[i].is_leaf for i in self._anew
+            values[i].requires_grad and not values[i].is_leaf for i in self.anew
         ):
             raise CannotCompare("an input that is written to has a gradient that others computed")
+
+    @property
+    def copied_bytes(self) -> int:
+        """All the memory that a view is of is copied with it."""
+        storages = [self._values[i].untyped_storage() for i in self.anew]
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
     def made(self) -> list[Any]:
         """New inputs, with what they are to each other."""
@@ -259,7 +262,7 @@ class _Copies:
 
     def _made(self, number: int, value: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
         copy = value.detach()
-        if number in self._anew:
+        if number in self.anew:
             address = torch_internals.storage_address(value)
             if address not in storages:
                 storages[address] = value.untyped_storage().clone()
@@ -270,12 +273,12 @@ class _Copies:
         return copy.requires_grad_(value.requires_grad)
 
 
-def _results(run: Run, inputs: list[Any]) -> dict[str, Any]:
+def _results(run: Run, inputs: _Copies) -> dict[str, Any]:
     """What a call gives and leaves, by names for people: results, what it wrote to, gradients."""
-    given = list(inputs)
-    results = tree_leaves(run(*inputs))
+    given = inputs.made()
+    results = tree_leaves(run(*given))
     found = {f"output {i}": value for i, value in enumerate(results)}
-    found |= {f"input {i} after the call": value for i, value in enumerate(given)}
+    found |= {f"input {i} after the call": given[i] for i in sorted(inputs.anew)}
     found = {name: _kept(value) for name, value in found.items()}
     if torch.is_grad_enabled():
         found |= _gradients(results, given)
@@ -315,6 +318,16 @@ def _uneven(result: torch.Tensor) -> torch.Tensor:
 # --- comparing ------------------------------------------------------------------------------------
 
 
+def _not_of_memory(error: Exception) -> Exception:
+    """The error of a run, unless it is that memory ran short, as it may beside the other's results.
+
+    :raises CannotCompare: it is.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        raise CannotCompare(f"memory ran short: {describe(error)}") from error
+    return error
+
+
 def _difference_of_errors(want: Any, got: Any) -> str:
     """What to say where a run raised; "" if both did, as for an index out of range.
 
@@ -325,77 +338,3 @@ def _difference_of_errors(want: Any, got: Any) -> str:
     if isinstance(want, Exception):
         raise CannotCompare(f"eager raises {describe(want)}") from want
     return f"it raises {describe(got)}"
-
-
-class _Disturbed:
-    """How far the captured graphs' own results are apart if their ops round otherwise."""
-
-    def __init__(self, run: Callable[..., Any], results: dict[str, Any]) -> None:
-        self._run = run
-        self._results = results
-        self._runs: list[dict[str, Any]] = []
-
-    def spreads(self, name: str) -> Iterator[Spread]:
-        """For one result, of more and more runs; nothing if they can't be made."""
-        precise = _precise(self._results[name])
-        found = Spread()
-        for number in range(_DISTURBED_RUNS):
-            if number == len(self._runs):
-                results = self._run(seed=number)
-                self._runs.append({} if isinstance(results, Exception) else results)
-            value = self._runs[number].get(name)
-            if not isinstance(value, torch.Tensor):
-                return
-            found = found.joined(spread_of(value.detach(), precise, relative=True))
-            yield found
-
-
-def _precise(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return widened(value) if value.is_floating_point() or value.is_complex() else value
-
-
-def _problem(got: Any, want: Any, disturbed: Iterator[Spread]) -> str:
-    """How a result differs from Dynamo's by more than roundings; "" if it doesn't.
-
-    It is Dynamo's that is judged, as any engine's would be, by what AOTAutograd captured.
-    """
-    if (got is None) != (want is None):
-        return f"is {'a tensor' if got is None else 'nothing'} in eager only"
-    if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
-        return "" if type(got) is type(want) and got == want else f"is {got}, eager's {want}"
-    if got.requires_grad != want.requires_grad:
-        return f"has requires_grad={got.requires_grad}, eager's {want.requires_grad}"
-    own, eagers = got.detach(), want.detach()
-    if own.dtype == eagers.dtype and torch.equal(own, eagers):
-        return ""
-    reference = _reference(own)
-    verdict = judge(reference, [eagers])
-    while not verdict.ok and verdict.by_value and (spread := next(disturbed, None)):
-        verdict = judge(replace(reference, disturbed=partial(tuple, [spread])), [eagers])
-    if verdict.ok or not verdict.by_value:
-        return (
-            verdict.problem and f"isn't Dynamo's: that {verdict.problem.removeprefix('output 0 ')}"
-        )
-    return _first_difference(own, eagers)
-
-
-def _reference(own: torch.Tensor) -> Reference:
-    """What Dynamo's result is held against: a few roundings of the largest element are allowed."""
-    precise = _precise(own)
-    spread = spread_of(own, precise)
-    floating = own.is_floating_point() or own.is_complex()
-    if floating and own.numel():
-        largest = float(own.abs().nan_to_num(0.0, 0.0, 0.0).max())
-        spread = replace(spread, worst=_ROUNDINGS * torch.finfo(own.dtype).eps * largest)
-    rule: Rule = "close" if floating else "mismatches"
-    return Reference(eager=(own,), precise=(precise,), rules=(rule,), spreads=(spread,))
-
-
-def _first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
-    other = (got != want) & ~((got != got) & (want != want))
-    place = other.nonzero()[0].tolist()
-    return (
-        f"is {got[tuple(place)].item()} at {place}, Dynamo's graph gives "
-        f"{want[tuple(place)].item()} ({int(other.sum())} of {other.numel()} elements differ)"
-    )
