@@ -121,3 +121,20 @@ def test_what_has_no_room_for_copies_is_left_as_it_was_compiled(monkeypatch):
     assert run(EAGER) == (1, 2)
     (note,) = [note for note in last_graph("inference").notes if "as a whole" in note]
     assert "more than half of the free memory" in note
+
+
+def test_a_backward_that_compiled_autograd_compiles_keeps_its_list_of_inputs():
+    """A call empties it, so two that are timed would leave nothing to the user's own."""
+    model = nn.Linear(4, 3)
+    x = torch.ones(5, 4)
+    wanted = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
+    with plugged("quick", info=QUICK):
+        fn = compiled(model, "quick", "eager")
+        backward = torch.compile(backend="fuseboard", options={"backends": ["quick", "eager"]})
+        with torch._dynamo.compiled_autograd._enable(backward):
+            for _ in range(12):
+                model.zero_grad()
+                fn(x).square().sum().backward()
+                grads = [parameter.grad for parameter in model.parameters()]
+                torch.testing.assert_close(grads, list(wanted))
+    assert not all_trips()

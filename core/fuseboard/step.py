@@ -187,6 +187,8 @@ class _Undecided:
         return sum(len(report.trips) for report in self._reports.values())
 
     def _why_not(self, args: Sequence[Any]) -> str:
+        if any(isinstance(value, list | tuple | dict) for value in args):
+            return "an input is a list"  # compiled autograd's; a call empties it
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
             return "an input is a tensor of a class of its own"
