@@ -56,7 +56,7 @@ class Capture:
     """What AOTAutograd made of a graph, to be compared with it.
 
     :param graph: Dynamo's.
-    :param compiled: AOTAutograd's function, which calls them.
+    :param compiled: AOTAutograd's function, which calls the entries.
     :param entries: of the graphs that AOTAutograd captured.
     :param written: positions of the inputs that a call writes to; None: any.
     :param fast_random: random numbers needn't be eager's.
@@ -315,7 +315,7 @@ def _uneven(result: torch.Tensor) -> torch.Tensor:
     return (1 + 0.5 * steps.sin()).to(result.dtype).reshape(result.shape)
 
 
-# --- comparing ------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def _not_of_memory(error: Exception) -> Exception:
@@ -323,15 +323,16 @@ def _not_of_memory(error: Exception) -> Exception:
 
     :raises CannotCompare: it is.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+    short = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if short or "can't allocate memory" in str(error):  # what torch says of the CPU's
         raise CannotCompare(f"memory ran short: {describe(error)}") from error
     return error
 
 
 def _difference_of_errors(want: Any, got: Any) -> str:
-    """What to say where a run raised; "" if both did, as for an index out of range.
+    """What to say where one of the runs raised.
 
-    :raises CannotCompare: both did.
+    :raises CannotCompare: both did, as for an index out of range.
     """
     if not isinstance(got, Exception):
         return f"Dynamo's raises {describe(want)}, it doesn't"
