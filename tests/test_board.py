@@ -506,10 +506,21 @@ def test_a_plugin_s_exception_is_wrapped_and_chained():
     assert "it raised ValueError: odd shape" in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)
     refused = LoweringError("no rule for fft")
-    for error in (refused, KeyboardInterrupt(), SystemExit()):
+    for error in (refused, KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught:
             fails(error).call("fuseboard_lower", "mine", region=None, inputs=[])
         assert caught.value is error
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit])
+def test_a_hook_that_would_end_the_program_is_a_failure_like_any_other(kind):
+    """``sys.exit`` in a plugin doesn't end the user's program."""
+
+    def lower(region):
+        raise kind("bye")
+
+    with pytest.raises(PluginError, match=f"it raised {kind.__name__}: bye"):
+        opened({"lower": lower}).call("fuseboard_lower", "mine", region=None, inputs=[])
 
 
 def test_a_plugin_s_own_wrapper_runs_around_its_hook():

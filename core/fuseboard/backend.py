@@ -15,7 +15,7 @@ from fuseboard.board import Session, board
 from fuseboard.captured import CannotCompare, Capture
 from fuseboard.config import resolve
 from fuseboard.contracts import Boxed, GraphKind
-from fuseboard.errors import LoweringError, PluginError
+from fuseboard.errors import CONTAINED, LoweringError, PluginError
 from fuseboard.lower.entry import Entry
 from fuseboard.lower.failure import describe
 from fuseboard.lower.specialise import compiling
@@ -59,7 +59,7 @@ def fuseboard(
         )
         try:
             compiled = aot(graph, example_inputs)
-        except Exception as error:  # AOTAutograd's ways to refuse a graph are many
+        except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
             if call.was_compiling or torch_internals.is_dynamos(error):
                 raise
             call.pipeline.contain_refused_graph(error)
@@ -201,7 +201,7 @@ class _BackendCall:
                 problem = captured.known_difference(pipeline.capture_book, example_inputs)
         except CannotCompare as why:
             reason = str(why)
-        except Exception as error:  # torch's, on results of a kind that it can't compute with
+        except CONTAINED as error:  # torch's, on results of a kind that it can't compute with
             reason = describe(error)
         if reason:
             report.notes.append(f"not held against Dynamo's own graph: {reason}")

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fuseboard import torch_internals
 from fuseboard.contracts import Boxed
+from fuseboard.errors import CONTAINED
 from fuseboard.lower.entry import Entry, all_running
 from fuseboard.lower.failure import describe
 from fuseboard.lower.runner import Runner
@@ -100,7 +101,7 @@ class Capture:
         self._must_be_comparable()
         self._must_have_room(own)
         want, got = self._eager(own), self._captured(own)
-        if isinstance(want, Exception) or isinstance(got, Exception):
+        if isinstance(want, BaseException) or isinstance(got, BaseException):
             return _difference_of_errors(want, got)
         if list(want) != list(got):
             return "it has other results"
@@ -110,14 +111,14 @@ class Capture:
                 return f"{name} {problem}"
         return ""
 
-    def _eager(self, inputs: _Copies) -> dict[str, Any] | Exception:
+    def _eager(self, inputs: _Copies) -> dict[str, Any] | BaseException:
         try:
             with generators_put_back():
                 return _results(self._dynamos, inputs)
-        except Exception as error:  # the user's own, or a limit of eager's
+        except CONTAINED as error:  # the user's own, or a limit of eager's
             return _not_of_memory(error)
 
-    def _captured(self, inputs: _Copies, seed: int | None = None) -> dict[str, Any] | Exception:
+    def _captured(self, inputs: _Copies, seed: int | None = None) -> dict[str, Any] | BaseException:
         """:param seed: disturb roundings by that."""
 
         def how(entry: Entry) -> Boxed:
@@ -126,7 +127,7 @@ class Capture:
         try:
             with generators_put_back(), all_running(self._entries, how):
                 return _results(self._compiled, inputs)
-        except Exception as error:
+        except CONTAINED as error:
             return _not_of_memory(error)
 
     def _inputs(self, inputs: Sequence[Any]) -> _Copies:
@@ -318,7 +319,7 @@ def _uneven(result: torch.Tensor) -> torch.Tensor:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def _not_of_memory(error: Exception) -> Exception:
+def _not_of_memory(error: BaseException) -> BaseException:
     """The error of a run, unless it is that memory ran short, as it may beside the other's results.
 
     :raises CannotCompare: it is.
@@ -334,8 +335,8 @@ def _difference_of_errors(want: Any, got: Any) -> str:
 
     :raises CannotCompare: both did, as for an index out of range.
     """
-    if not isinstance(got, Exception):
+    if not isinstance(got, BaseException):
         return f"Dynamo's raises {describe(want)}, it doesn't"
-    if isinstance(want, Exception):
+    if isinstance(want, BaseException):
         raise CannotCompare(f"eager raises {describe(want)}") from want
     return f"it raises {describe(got)}"

@@ -15,6 +15,10 @@ FuseboardError
 └── SamplingError        a profiling session can't start: no sampler, no permission, another runs
 """
 
+#: What a plugin's code may raise without ending the user's program, as ``sys.exit`` in it would.
+#: Ctrl-C isn't among them: it is the user's.
+CONTAINED = (Exception, SystemExit, GeneratorExit)
+
 
 class FuseboardError(Exception):
     """The base of every exception that fuseboard raises on purpose."""

@@ -90,7 +90,7 @@ class Pipeline:
         """
         self._tripped(self._at_capture, plugin, "capture", error, "the next backend's level")
 
-    def contain_refused_graph(self, error: Exception) -> None:
+    def contain_refused_graph(self, error: BaseException) -> None:
         """AOTAutograd can't capture the graph, which then runs as Dynamo has it.
 
         :raises RegionError: the policy is to raise.
@@ -369,7 +369,7 @@ class Pipeline:
         return FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip))
 
     def _tripped(
-        self, report: GraphReport, plugin: str, stage: Stage, error: Exception, instead: str
+        self, report: GraphReport, plugin: str, stage: Stage, error: BaseException, instead: str
     ) -> None:
         """Contain a failure that isn't a region's, or raise it if the policy says so."""
         if decide(self.session, report.name, plugin, stage, error) == "raise":

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Event, Measurement
+from fuseboard.errors import CONTAINED
 from fuseboard.lower.failure import describe
 from fuseboard.lower.spare_memory import free_bytes
 from fuseboard.lower.specialise import compiling
@@ -168,7 +169,7 @@ class _Undecided:
             with compiling, background.worker.paused(), generators_put_back():
                 measured, peaks = self._measure(args)
             why = "something tripped" if self._trips() > tripped else ""
-        except Exception as error:  # torch's or a hook's; what was compiled runs on
+        except CONTAINED as error:  # torch's or a hook's; what was compiled runs on
             why = describe(error)
         if why:
             return self._leave(why)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuseboard.config.sources import nearest
-from fuseboard.errors import SettingsError
+from fuseboard.errors import CONTAINED, SettingsError
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def load_override(path: str, where: str, allowed: Sequence[str]) -> Override:
         raise SettingsError(f"{where}: a path is written package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code: anything may be raised
+    except CONTAINED as error:  # importing runs the user's code: anything may be raised
         problem = f"importing {module_name!r} raised {type(error).__name__}: {error}"
         raise SettingsError(f"{where}: {problem}") from error
     function = getattr(module, name, None)

@@ -14,7 +14,7 @@ from fuseboard.board.answers import check_answer
 from fuseboard.board.deadline import deadline
 from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo
-from fuseboard.errors import HookTimeout, RegistrationError
+from fuseboard.errors import CONTAINED, HookTimeout, RegistrationError
 
 #: Hook → the stage that it belongs to, in the order in which stages follow one another.
 STAGE_OF = {
@@ -145,7 +145,7 @@ def _describe(
             answers = manager.hook.fuseboard_backend()
     except HookTimeout as error:
         raise RegistrationError(str(error)) from error
-    except Exception as error:
+    except CONTAINED as error:
         problem = f"{hook} raised {type(error).__name__}: {error}"
         raise RegistrationError(f"plugin {shown!r}: {problem}") from error
     if not answers:
@@ -153,7 +153,7 @@ def _describe(
     info = answers[0]
     try:
         check_answer(shown, hook, info, {})
-    except Exception as error:
+    except CONTAINED as error:
         raise RegistrationError(str(error)) from error
     assert isinstance(info, BackendInfo)
     if name is not None and info.name != name:

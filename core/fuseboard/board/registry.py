@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -22,6 +23,7 @@ from fuseboard.config.layers import resolve
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
 from fuseboard.errors import FuseboardError, RegistrationError
+from fuseboard.torch_state import StateGuard
 
 __all__ = ["Board", "PluginState", "Session", "board", "register", "unregister"]
 
@@ -57,6 +59,10 @@ class _Pending:
             raise RegistrationError(
                 f"plugin {self.name!r}: its import called sys.exit({code})"
             ) from error
+        except GeneratorExit as error:
+            raise RegistrationError(
+                f"plugin {self.name!r}: its import raised GeneratorExit"
+            ) from error
 
 
 class Board:
@@ -88,7 +94,8 @@ class Board:
             for name, module in self._built_in.items():
                 load = _importer(module)
                 self._pending[name] = _Pending(name, version, "built in", load)
-            for point in self._find():
+            # The board's own distribution first: nobody else's plugin takes the name of one of its.
+            for point in sorted(self._find(), key=lambda point: not _is_own(point)):
                 self._add_entry_point(point, self._pending)
         return self._pending
 
@@ -133,9 +140,10 @@ class Board:
             return RegistrationError(f"plugin {found.name!r}: its import took over {limit_s:g} s")
 
         try:
-            with deadline(limit_s, late):
-                plugin = found.import_()
-            return self._admit(plugin, found, limit_s)
+            with _left_alone(found.name):
+                with deadline(limit_s, late):
+                    plugin = found.import_()
+                return self._admit(plugin, found, limit_s)
         except Exception as error:
             text = str(error).removeprefix(f"plugin {found.name!r}").lstrip(":, ")
             known = isinstance(error, FuseboardError)
@@ -171,7 +179,9 @@ class Board:
         """
         with self._lock:
             pending = self._discover()
-            examined = examine(plugin, name, REGISTER_LIMIT_S)
+            shown = name or getattr(plugin, "__name__", None) or type(plugin).__name__
+            with _left_alone(shown):
+                examined = examine(plugin, name, REGISTER_LIMIT_S)
             own = examined.info.name if examined.info else getattr(plugin, "__name__", None)
             name = name or own
             if not name:
@@ -189,7 +199,9 @@ class Board:
                 )
             version = str(getattr(plugin, "__version__", ""))
             found = _Pending(name, version, "registered at run time", lambda: plugin)
-            self._entries[name] = self._admit(plugin, found, REGISTER_LIMIT_S)
+            with _left_alone(name):
+                entry = self._admit(plugin, found, REGISTER_LIMIT_S)
+            self._entries[name] = entry
 
     def unregister(self, name: str) -> None:
         """Take a plugin off the board. What was compiled with it goes on working.
@@ -248,6 +260,26 @@ class Board:
             }
             known |= {n: self._state(e.state, settings) for n, e in self._entries.items()}
             return Session(settings, dict(self._entries), known)
+
+
+def _is_own(point: metadata.EntryPoint) -> bool:
+    """Whether an entry point comes with the board."""
+    return point.dist is not None and point.dist.name == "fuseboard"
+
+
+@contextmanager
+def _left_alone(plugin: str) -> Iterator[None]:
+    """Hold a plugin's own code to leaving the process as it is, and put back what it changed.
+
+    :raises RegistrationError: it changed something.
+    """
+    with StateGuard() as state:
+        yield
+    if left := state.told("answers"):
+        raise RegistrationError(
+            f"plugin {plugin!r}: importing it, or its fuseboard_backend, changed {left}, which was "
+            "put back"
+        )
 
 
 def _blocked(settings: Settings) -> str:

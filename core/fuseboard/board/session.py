@@ -29,6 +29,7 @@ from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo, Event
 from fuseboard.errors import (
+    CONTAINED,
     ContractError,
     HookTimeout,
     LoweringError,
@@ -36,6 +37,7 @@ from fuseboard.errors import (
     RegistrationError,
     SettingsError,
 )
+from fuseboard.torch_state import StateGuard
 
 log = logging.getLogger("fuseboard")
 
@@ -341,22 +343,37 @@ class Session:
             return HookTimeout(plugin, hook, problem)
 
         within = _current.set(self)
+        state = StateGuard()
+        # A limit that cut off an import of torch's would break every later compile: what is built
+        # in gets none.
+        built_in = plugin in ("eager", "defaults")
         try:
-            # A limit that cut off an import of torch's would break every later compile: what is
-            # built in gets none.
-            built_in = plugin in ("eager", "defaults")
-            with nullcontext() if built_in else deadline(limit_s, late):
+            with (
+                nullcontext() if built_in else state,
+                nullcontext() if built_in else deadline(limit_s, late),
+            ):
                 answer = ask()
                 if answer is not None:
                     check_answer(plugin, hook, answer, arguments)
         except (LoweringError, HookTimeout, ContractError):
             raise
-        except Exception as error:
+        except CONTAINED as error:
             problem = f"it raised {type(error).__name__}: {error}"
             raise PluginError(plugin, hook, problem) from error
         finally:
             _current.reset(within)
+            self._note_surroundings(plugin, hook, state)
+        if left := state.told("answers"):
+            raise ContractError(plugin, hook, f"it changed {left}, which was put back")
         return answer
+
+    def _note_surroundings(self, plugin: str, hook: str, state: StateGuard) -> None:
+        """Say once what a hook changed in the process that isn't a reason to do without it."""
+        left = state.told("surroundings")
+        note = f"{plugin} changed {left} in {hook}: put back"
+        if left and note not in self.notes:
+            self.notes.append(note)
+            log.info("fuseboard: %s", note)
 
     def first(self, hook: str, /, **arguments: Any) -> tuple[str, Any]:
         """Who answered first, and what: the override of settings, then plugins in order.
@@ -400,7 +417,7 @@ class Session:
         for plugin in self._order:
             try:
                 self.call("fuseboard_event", plugin, event=event)
-            except Exception as error:
+            except CONTAINED as error:
                 if plugin not in self._muted:
                     self._muted.add(plugin)
                     self.notes.append(str(error))

@@ -9,8 +9,9 @@ from torch.fx import GraphModule
 
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Fusion
-from fuseboard.errors import ContractError, HookTimeout, PluginError
+from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError
 from fuseboard.report.data import FusionReport
+from fuseboard.torch_state import StateGuard
 
 
 @dataclass
@@ -67,7 +68,7 @@ def apply_fusions(
         try:
             graph.graph.eliminate_dead_code()
             graph.graph.lint()
-        except Exception as error:  # lint raises whatever it meets
+        except CONTAINED as error:  # lint raises whatever it meets
             raise ContractError(
                 plugin, "fuseboard_fuse", f"the rewritten graph is malformed: {error}"
             ) from error
@@ -84,13 +85,16 @@ def _apply(fusion: Fusion, plugin: str, limit_s: float) -> None:
         return HookTimeout(plugin, hook, f"fusion {fusion.name!r} took over {limit_s:g} s")
 
     try:
-        with deadline(limit_s, late):
+        with StateGuard() as state, deadline(limit_s, late):
             fusion.apply()
     except PluginError:
         raise
-    except Exception as error:
+    except CONTAINED as error:
         problem = f"fusion {fusion.name!r} raised {type(error).__name__}: {error}"
         raise PluginError(plugin, hook, problem) from error
+    if left := state.told("answers"):
+        problem = f"fusion {fusion.name!r} changed {left}, which was put back"
+        raise ContractError(plugin, hook, problem)
 
 
 def _check_values(graph: GraphModule, plugin: str) -> None:

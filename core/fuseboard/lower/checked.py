@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Region, Verdict
-from fuseboard.errors import ContractError, PluginError, WrongValues
+from fuseboard.errors import CONTAINED, ContractError, PluginError, WrongValues
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.profile.parting import first_parting
@@ -143,7 +143,7 @@ class CheckedRegion:
                 parting = first_parting(
                     self._region.graph, inputs, lambda graph, _: lower(graph), budget_s=PARTING_S
                 )
-        except Exception as error:  # the backend may do anything with a part
+        except CONTAINED as error:  # the backend may do anything with a part
             return f". Where it parts from the right values isn't known: {describe(error)}"
         if parting is None:
             return ". Compiled once more, it was right"

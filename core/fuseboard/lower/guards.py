@@ -40,7 +40,7 @@ def watching_guards(
         problem = _problem(watch, _may_fix(session, plugin))
         if problem:
             raise LoweringError(problem)
-    except Exception:  # whatever it was: what the plugin learned is forgotten, then it is raised
+    except BaseException:  # whatever it was: what the plugin learned is forgotten
         watch.undo()
         raise
     added = watch.added()

@@ -81,13 +81,15 @@ class Handlers(Protocol):
     def recover(
         self,
         lowered: Sequence[Lowered],
-        error: Exception,
+        error: BaseException,
         number: int,
         inputs: list[Any],
         random_state: torch.Tensor | None = None,
     ) -> Sequence[Any]: ...
 
-    def blame(self, lowered: Sequence[Lowered], error: Exception, number: int) -> Exception: ...
+    def blame(
+        self, lowered: Sequence[Lowered], error: BaseException, number: int
+    ) -> BaseException: ...
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]: ...
 
@@ -179,7 +181,7 @@ class Program:
             prepared = f", *{self._values}" if self.sets is not None else ""
             result = f"{finish}({result}, [{everything}{prepared}])"
         source.line(f"return {result}", indent)
-        source.line("except Exception as error:")
+        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
         if contained:
             state = f", {random_state}" if checked else ""
             recover = self._bound(source, handlers.recover, "recover")
@@ -231,7 +233,7 @@ class Program:
             source.line("inputs = args.copy()")
         source.line("try:")
         source.line(f"return {region}(args)", 2)
-        source.line("except Exception as error:")
+        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
         if backward:
             blame = self._bound(source, handlers.blame, "blame")
             source.line(f"raise {blame}(error, 0) from error", 2)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Region, Stage
-from fuseboard.errors import ContractError, NotEnoughMemory, WrongValues
+from fuseboard.errors import CONTAINED, ContractError, NotEnoughMemory, WrongValues
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
@@ -158,7 +158,7 @@ class Runner:
     def recover(
         self,
         lowered: Sequence[Lowered],
-        error: Exception,
+        error: BaseException,
         number: int,
         inputs: list[Any],
         random_state: torch.Tensor | None = None,
@@ -184,7 +184,7 @@ class Runner:
             torch.set_rng_state(random_state)
         try:
             results = self.entry.eager(list(inputs))
-        except Exception as users_own:
+        except CONTAINED as users_own:
             raise users_own from None
         if isinstance(error, NotEnoughMemory) and number < 0:
             for code in lowered:
@@ -217,10 +217,10 @@ class Runner:
     def blame(
         self,
         lowered: Sequence[Lowered],
-        error: Exception,
+        error: BaseException,
         number: int,
         why: str = "the call's saved tensors are gone",
-    ) -> Exception:
+    ) -> BaseException:
         """After a region raised in a call that can't be repeated.
 
         What takes its place runs from the next call on.
@@ -233,7 +233,7 @@ class Runner:
         self._contain(lowered[number], error, "nothing in this call, eager from the next one on")
         return region_error(region, "run", error, why)
 
-    def _contain(self, lowered: Lowered, error: Exception, instead: str) -> None:
+    def _contain(self, lowered: Lowered, error: BaseException, instead: str) -> None:
         """Run what failed, and all that shares its code, in eager from now on.
 
         :raises RegionError: the policy is to raise, or it was eager that failed.
@@ -273,7 +273,7 @@ class Runner:
                 try:
                     with torch.no_grad():
                         code.prepare([values[site.cut.inputs[i]] for i in code.uses])
-                except Exception:  # it is what is being looked for; known already
+                except CONTAINED:  # it is what is being looked for; known already
                     return number
         return -1
 

@@ -20,6 +20,7 @@ from fuseboard import torch_symbols
 from fuseboard.board import Session
 from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed, Event, Region
+from fuseboard.errors import CONTAINED
 from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
@@ -143,7 +144,7 @@ class Specialised:
                         for arg in args
                     ]
                     self._compile(key, inputs, mode)
-            except Exception as error:  # a plugin may raise anything; the policy decides
+            except CONTAINED as error:  # a plugin may raise anything; the policy decides
                 self._give_up(key, "lower", error)
             return self._table[key]
 
@@ -188,7 +189,7 @@ class Specialised:
                     self._table[key] = code
 
     def recover(
-        self, key: Any, checked: Boxed, error: Exception, inputs: list[Any], state: torch.Tensor
+        self, key: Any, checked: Boxed, error: BaseException, inputs: list[Any], state: torch.Tensor
     ) -> Sequence[Any]:
         """After a first call failed: eager's answer, or eager's exception, which is the user's.
 
@@ -199,14 +200,14 @@ class Specialised:
         torch.set_rng_state(state)
         try:
             results = self._eager(inputs)
-        except Exception as users_own:
+        except CONTAINED as users_own:
             raise users_own from None
         with compiling:
             if self._table.get(key) is checked:
                 self._give_up(key, "run", error)
         return results
 
-    def _give_up(self, key: Any, stage: Any, error: Exception) -> None:
+    def _give_up(self, key: Any, stage: Any, error: BaseException) -> None:
         """Run one combination of sizes in eager from now on.
 
         :raises RegionError: the policy is to raise.
@@ -254,7 +255,7 @@ class _FirstCall:
         inputs, state = list(args), torch.get_rng_state()
         try:
             results = self._checked(args)
-        except Exception as error:
+        except CONTAINED as error:
             return self._owner.recover(self._key, self, error, inputs, state)
         self._owner.passed(self._key, self, self._code)
         return results

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Plan
-from fuseboard.errors import LoweringError
+from fuseboard.errors import CONTAINED, LoweringError
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import describe
 from fuseboard.lower.lowering import Lowering
@@ -101,7 +101,7 @@ class Composite:
         """Give the candidate its regions by what is known of its pieces; False where some isn't."""
         try:
             return not self._compose(board, None)
-        except Exception:  # a plugin may raise anything; a call measures again
+        except CONTAINED:  # a plugin may raise anything; a call measures again
             return False
 
     def compose(self, board: Board, inputs: Sequence[Any]) -> bool:
@@ -112,7 +112,7 @@ class Composite:
         start = time.perf_counter()
         try:
             why_not = self._compose(board, inputs)
-        except Exception as error:  # eager raises as well, or no backend runs a piece
+        except CONTAINED as error:  # eager raises as well, or no backend runs a piece
             why_not = describe(error)
         self.candidate.told.compile_s = time.perf_counter() - start
         if why_not:
@@ -213,7 +213,7 @@ class Composite:
             try:
                 calls[backend] = _on(backend, kind.piece.cut, lowering, given)
                 calls[backend]()
-            except Exception as error:  # a plugin may raise anything; another one has the piece
+            except CONTAINED as error:  # a plugin may raise anything; another one has the piece
                 calls.pop(backend, None)
                 told[backend].problem = describe(error)
         if not calls:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fuseboard.contracts import Boxed, Verdict
+from fuseboard.errors import CONTAINED
 from fuseboard.profile.reference import make_reference
 from fuseboard.profile.values import judge
 from fuseboard.report.nodes import source_line
@@ -77,7 +78,7 @@ def first_parting(
         middle = (right + wrong) // 2
         try:
             found = _verdict(graph, inputs, lower, middle)
-        except Exception:  # the op is then one of several, which `within` says
+        except CONTAINED:  # the op is then one of several, which `within` says
             break
         if found.ok:
             right = middle

@@ -41,7 +41,7 @@ class Disturbances:
         for number in range(_DISTURBED_RUNS):
             if number == len(self._runs):
                 results = self._run(seed=number)
-                self._runs.append({} if isinstance(results, Exception) else results)
+                self._runs.append({} if isinstance(results, BaseException) else results)
             value = self._runs[number].get(name)
             if not isinstance(value, torch.Tensor):
                 return

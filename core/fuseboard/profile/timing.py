@@ -10,7 +10,7 @@ import torch
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Measurement
-from fuseboard.errors import PluginError
+from fuseboard.errors import CONTAINED, PluginError
 from fuseboard.lower.failure import decide, trip
 from fuseboard.profile.candidates import Candidate
 from fuseboard.profile.choose import note_times
@@ -31,17 +31,17 @@ class Timing:
 
     def __call__(
         self, candidates: Sequence[Candidate], inputs: list[Any]
-    ) -> tuple[dict[Candidate, Measurement], dict[Candidate, Exception]]:
+    ) -> tuple[dict[Candidate, Measurement], dict[Candidate, BaseException]]:
         """What each one takes, and the exceptions of those that raised.
 
         :raises PluginError: the hook that measures failed, and the policy is to raise.
         """
-        errors: dict[Candidate, Exception] = {}
+        errors: dict[Candidate, BaseException] = {}
 
         def call(candidate: Candidate, function: Boxed) -> None:
             try:
                 function(list(inputs))
-            except Exception as error:  # compiled code may raise anything
+            except CONTAINED as error:  # compiled code may raise anything
                 errors.setdefault(candidate, error)
 
         calls = {

@@ -17,7 +17,7 @@ import torch
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Stage
-from fuseboard.errors import NotEnoughMemory, RegionError
+from fuseboard.errors import CONTAINED, NotEnoughMemory, RegionError
 from fuseboard.lower.caching import Token
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.failure import decide, describe, trip
@@ -157,7 +157,7 @@ class Tuner:
             deferred = candidate.lower(self._runner.board, defers)
         except RegionError:  # a wrapper's; the policy is to raise
             raise
-        except Exception as error:  # a plugin may raise anything; the policy decides
+        except CONTAINED as error:  # a plugin may raise anything; the policy decides
             self._failed(candidate, "lower", error)
             return False
         if candidate.waiting or candidate.postponed:
@@ -332,10 +332,10 @@ class Tuner:
             else:
                 candidate.drop("untried", str(error))
             return False
-        except Exception as error:  # compiled code may raise anything
+        except CONTAINED as error:  # compiled code may raise anything
             try:
                 self._runner.entry.eager(list(inputs))
-            except Exception:  # eager raises as well: the user's own error, raised by the call
+            except CONTAINED:  # eager raises as well: the user's own error, raised by the call
                 return False
             self._failed(candidate, "profile", error)
             return False
@@ -376,7 +376,7 @@ class Tuner:
         self._report.notes.append("no candidate is right on this call: eager runs the graph")
         emit(self._report)
 
-    def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> None:
+    def _failed(self, candidate: Candidate, stage: Stage, error: BaseException) -> None:
         """A candidate is out.
 
         :raises RegionError: the policy is to raise.
