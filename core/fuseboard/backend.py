@@ -16,7 +16,7 @@ from fuseboard.captured import CannotCompare, Capture
 from fuseboard.config import resolve
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import CONTAINED, LoweringError, PluginError
-from fuseboard.lower.entry import Entry
+from fuseboard.lower.entry import BackwardEntry, Entry
 from fuseboard.lower.failure import describe
 from fuseboard.lower.specialise import compiling
 from fuseboard.original import forward_of, mend_powers
@@ -86,6 +86,8 @@ class _BackendCall:
         #: Ways into the graphs that AOTAutograd captured.
         self.entries: list[Entry] = []
         self.was_compiling = False
+        #: Whether the forward is called under autocast.
+        self._autocast = torch_internals.autocast_is_on()
         self._mutated: frozenset[int] = frozenset()
         self._inputs = 0
 
@@ -118,12 +120,22 @@ class _BackendCall:
 
         One with sizes among its inputs is compiled at once: a later guard on them would be lost.
         """
-        entry = self._entry(graph, "backward")
+        entry = BackwardEntry(
+            copy_graph(graph), "captured_backward", self._autocast, self._note_backward
+        )
+        self.entries.append(entry)
         if any(isinstance(value, torch.SymInt) for value in inputs):
             self._compile(entry, "backward")
         else:
             entry.put(self._compiling_first(entry))
         return entry.boxed()
+
+    def _note_backward(self, text: str) -> None:
+        """Into the report of the backward graph; the forward's, as long as there is none."""
+        reports = [runner.report for runner in self.pipeline.runners]
+        report = next((one for one in reports if one.kind == "backward"), next(iter(reports), None))
+        if report is not None and text not in report.notes:
+            report.notes.append(text)
 
     def _entry(self, graph: GraphModule, kind: GraphKind) -> Entry:
         self.entries.append(Entry(copy_graph(graph), f"captured_{kind}"))

@@ -19,7 +19,23 @@ from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.program import Site
 from fuseboard.partition.places import Place
 from fuseboard.partition.regions import Cut
+from fuseboard.torch_state import AUTOGRAD_PARTS, put_back, read_state
 from fuseboard.work import Work, placed
+
+#: Modules whose functions compute, and neither read nor change anything but tensors.
+_COMPUTING = frozenset(
+    {
+        *("_operator", "operator", "math", "builtins", "torch.functional", "torch.nn.functional"),
+        *("torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special"),
+        "torch._C._sparse",
+    }
+)
+
+#: Namespaces of ops whose kernels don't ask for the grad mode; the user's own may.
+_TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "torchvision"})
+
+#: Methods of tensors that are about autograd.
+_ABOUT_AUTOGRAD = frozenset({"backward", "register_hook", "requires_grad_", "retain_grad"})
 
 #: What changes how ops run: that belongs to the calls around AOTAutograd's graph.
 _MODES = frozenset(
@@ -45,16 +61,57 @@ def mend_powers(graph: GraphModule) -> None:
 
 
 def forward_of(graph: GraphModule) -> Callable[..., Any]:
-    """The code of Dynamo's graph.
+    """The code of Dynamo's graph, to be called as Dynamo calls what a backend returns.
 
     It is written when it is first looked at. A ``forward`` from before that would go the way around
     by the module's own call, always, which takes longer and prints what it knows of an exception.
+
+    Levels of ``torch.func`` are opened and closed by nodes of their own, where eager has a
+    ``with``. So an exception in between would leave them open for the rest of the process.
     """
     _ = graph.code
-    return graph.forward
+    forward: Callable[..., Any] = graph.forward
+    if only_computes(graph):
+        return forward
+
+    def run(*args: Any) -> Any:
+        before = read_state(AUTOGRAD_PARTS)
+        try:
+            return forward(*args)
+        except BaseException:
+            put_back(before, AUTOGRAD_PARTS)
+            raise
+
+    return run
 
 
-def original(graph: GraphModule, example_inputs: Sequence[Any], work: Work) -> Site | None:
+def only_computes(graph: GraphModule) -> bool:
+    """Whether all that a graph of Dynamo's does is known to be the same in any grad mode.
+
+    Code of ``torch.func`` isn't: without gradients it computes zeros. Neither are the user's ops.
+    What isn't known counts as depending on it.
+    """
+    graphs = [one for one in graph.modules() if isinstance(one, GraphModule)]
+    return all(_computes(node) for one in graphs for node in one.graph.nodes)
+
+
+def _computes(node: Node) -> bool:
+    if node.op == "call_method":
+        return node.target not in _ABOUT_AUTOGRAD
+    if node.op != "call_function":
+        return node.op != "call_module"
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in _TORCHS_OWN
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None)
+    if module == "torch":
+        return hasattr(torch._C._VariableFunctions, name) or name.startswith(("sym_", "_check"))
+    return module is None or module in _COMPUTING
+
+
+def original(
+    graph: GraphModule, example_inputs: Sequence[Any], work: Work, grads: bool
+) -> Site | None:
     """Code that runs Dynamo's graph in the place of AOTAutograd's; None where it can't.
 
     Its inputs and outputs must be the same, and nothing about it a part of how AOTAutograd calls
@@ -62,6 +119,7 @@ def original(graph: GraphModule, example_inputs: Sequence[Any], work: Work) -> S
 
     :param graph: Dynamo's.
     :param example_inputs: of ``graph``.
+    :param grads: the grad mode of the calls, on which Dynamo guards.
     """
     placeholders = work.graph.graph.find_nodes(op="placeholder")
     results = work.graph.graph.output_node().args[0]
@@ -85,8 +143,10 @@ def original(graph: GraphModule, example_inputs: Sequence[Any], work: Work) -> S
         static_inputs=tuple(sorted(work.fixed)),
         whole=True,
     )
-    call = _boxed(graph)
-    return Site(cut, Lowered(region, call, call, tuple(range(len(placeholders)))))
+    call = _boxed(graph, grads and not only_computes(graph))
+    return Site(
+        cut, Lowered(region, call, call, tuple(range(len(placeholders)))), is_dynamo_graph=True
+    )
 
 
 def _is_special(node: Node) -> bool:
@@ -95,7 +155,11 @@ def _is_special(node: Node) -> bool:
     return getattr(node.target, "__name__", "") in _MODES
 
 
-def _boxed(graph: GraphModule) -> Boxed:
+def _boxed(graph: GraphModule, with_grads: bool) -> Boxed:
+    """
+    :param with_grads: AOTAutograd calls the code of inference graphs in no-grad mode; switch
+        gradients on for it, as they are in the call.
+    """
     forward = forward_of(graph)
 
     def call(args: list[Any]) -> Sequence[Any]:
@@ -103,4 +167,8 @@ def _boxed(graph: GraphModule) -> Boxed:
         args.clear()
         return forward(*inputs)  # type: ignore[no-any-return]
 
-    return call
+    def call_with_grads(args: list[Any]) -> Sequence[Any]:
+        with torch.enable_grad():
+            return call(args)
+
+    return call_with_grads if with_grads else call

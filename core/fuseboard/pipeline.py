@@ -72,6 +72,8 @@ class Pipeline:
         self.example_inputs: Sequence[Any] = ()
         #: Dynamo's graph, as long as it waits for the backend.
         self.dynamos: GraphModule | None = None
+        #: The grad mode of the calls.
+        self.grads = torch.is_grad_enabled()
         #: Kind → the report of a graph that is chosen by measurement.
         self.chosen: dict[str, GraphReport] = {}
         #: Where the decision about whole calls is kept.
@@ -263,7 +265,7 @@ class Pipeline:
             report.candidates.append(told)
             candidate = Candidate(draft.cuts, self._strict_lowering(work), told)
             if draft.name == "eager" and self.dynamos is not None and not wrapped:
-                candidate.given = original(self.dynamos, self.example_inputs, work)
+                candidate.given = original(self.dynamos, self.example_inputs, work, self.grads)
                 if candidate.given is not None:
                     runner.uncompiled = candidate.given.lowered.call
             plans[candidate] = draft.plan

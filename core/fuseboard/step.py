@@ -224,7 +224,8 @@ class _Undecided:
             results = [r for r in results if r.requires_grad]
             wanted = [v for v in own if isinstance(v, torch.Tensor) and v.requires_grad]
             ones = [torch.ones_like(r) for r in results]
-            torch.autograd.grad(results, wanted, ones, allow_unused=True)
+            with torch_internals.outside_of_autocast():
+                torch.autograd.grad(results, wanted, ones, allow_unused=True)
         torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
 
     def _alone(self, run: Run, args: Sequence[Any]) -> None:

@@ -94,6 +94,67 @@ def autocast_is_on() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def gradients_are_batched() -> bool:
+    """Whether a backward is called under ``vmap``, torch.func's or that of ``is_grads_batched``.
+
+    The latter is an older one (``torch/_vmap_internals.py``), whose level only counting tells.
+    """
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level > 1 or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+
+
+def autocast_probe(hidden: bool) -> Callable[[], bool]:
+    """A function that tells whether autocast is on around a backward.
+
+    :param hidden: AOTAutograd has switched it off for the call, as it does where the forward is
+        under autocast. Then only the nesting of autocast's contexts tells.
+    """
+    return _autocast_is_entered if hidden else autocast_is_on
+
+
+def _autocast_is_entered() -> bool:
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting > 1
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast switched off, for the block."""
+    return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def outside_of_autocast() -> Iterator[None]:
+    """Autocast off for the block, and for who counts its contexts, too."""
+    entered = 0
+    while _autocast_is_entered():
+        torch.autocast_decrement_nesting()
+        entered += 1
+    try:
+        with without_autocast():
+            yield
+    finally:
+        for _ in range(entered):
+            torch.autocast_increment_nesting()
+
+
+@contextlib.contextmanager
+def autocast_again() -> Iterator[None]:
+    """Autocast on the CPU and on CUDA, which AOTAutograd has switched off, on for the block."""
+    off = [name for name in ("cpu", "cuda") if not torch.is_autocast_enabled(name)]
+    if len(off) < 2:  # it isn't off
+        yield
+        return
+    try:
+        for name in off:
+            torch.set_autocast_enabled(name, True)
+        yield
+    finally:
+        for name in off:
+            torch.set_autocast_enabled(name, False)
+
+
 def mirrors_dynamo() -> bool:
     """Whether the graph that is being compiled returns just what Dynamo's does, for its inputs.
 
@@ -223,11 +284,16 @@ def capturing() -> contextlib.AbstractContextManager[None]:
     Backward code may not overwrite saved tensors: the positions that it notes for that are those of
     the whole backward; code for a part of it would overwrite other tensors (silently: see "Inductor
     on regions" in docs/design.md). And the backward graph is given away with the forward graph, not
-    when it first runs.
+    when it first runs. It is captured with autocast off, though the forward may be called under it:
+    what the forward excepts from autocast would be cast in the backward.
     """
     from torch._functorch import config
 
-    settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+    settings = {
+        "donated_buffer": False,
+        "force_non_lazy_backward_lowering": True,
+        "backward_pass_autocast": "off",
+    }
     known = {name: value for name, value in settings.items() if hasattr(config, name)}
     return config.patch(known)  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -423,19 +423,28 @@ def _readable(part: StatePart) -> bool:
 #: In the order in which they are put back.
 PARTS: tuple[StatePart, ...] = tuple(filter(_readable, _all_parts()))
 
+#: What a call of compiled code may not change; it may draw random numbers.
+CALL_PARTS = tuple(part for part in PARTS if part.kind != "draws")
+
+#: What results depend on, of what can be entered anew in another call.
+ANSWER_PARTS = tuple(filter(_readable, (*_autocast_parts(), *_number_parts())))
+
+#: What the code of ``torch.func`` and of autograd's contexts switches on and off.
+AUTOGRAD_PARTS = tuple(filter(_readable, (*_level_parts(), *_autograd_parts())))
+
 
 # --- reading and putting back ---------------------------------------------------------------------
 
 
-def read_state() -> list[Any]:
-    """The values of :data:`PARTS`, now and in this thread."""
-    return [part.read() for part in PARTS]
+def read_state(parts: Sequence[StatePart] = PARTS) -> list[Any]:
+    """Their values, now and in this thread."""
+    return [part.read() for part in parts]
 
 
-def put_back(before: list[Any]) -> list[StateChange]:
+def put_back(before: list[Any], parts: Sequence[StatePart] = PARTS) -> list[StateChange]:
     """Make the state what it was, as far as it can be; what differed, in order."""
     changes = []
-    for part, was in zip(PARTS, before, strict=True):
+    for part, was in zip(parts, before, strict=True):
         now = part.read()
         if now is was or now == was:
             continue
@@ -450,15 +459,16 @@ class StateGuard:
     :ivar changes: what had to be put back, once the block is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence[StatePart] = PARTS) -> None:
         self.changes: list[StateChange] = []
+        self._parts = parts
 
     def __enter__(self) -> StateGuard:
-        self._before = read_state()
+        self._before = read_state(self._parts)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.changes = put_back(self._before)
+        self.changes = put_back(self._before, self._parts)
 
     def told(self, kind: Kind) -> str:
         """The changes of one kind as a part of a sentence; "" for none."""
@@ -467,9 +477,9 @@ class StateGuard:
 
 @contextmanager
 def under_state(state: list[Any]) -> Iterator[None]:
-    """The state that another call ran under, for the block, but for generators."""
-    with StateGuard():
-        for part, value in zip(PARTS, state, strict=True):
-            if part.kind == "answers" and part.read() != value:
+    """What results depend on as it was when ``state`` was read, for the block."""
+    with StateGuard(ANSWER_PARTS):
+        for part, value in zip(ANSWER_PARTS, state, strict=True):
+            if part.read() != value:
                 part.write(value)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,15 +12,20 @@ from torch.fx import GraphModule
 
 from fuseboard import torch_internals
 from fuseboard.board import Session
+from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Region, Verdict
-from fuseboard.errors import CONTAINED, ContractError, PluginError, WrongValues
+from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.profile.parting import first_parting
 from fuseboard.profile.reference import Reference, make_reference, replayable
 from fuseboard.profile.verify import verify
 from fuseboard.report.data import GraphReport
+from fuseboard.torch_state import CALL_PARTS, StateGuard
 
+#: Seconds that a region's call may take while it is judged, on top of a multiple of what eager and
+#: the float64 run took; ``hook_limit_s`` is the limit in any case.
+CALL_LIMIT_S, CALL_LIMIT_FACTOR = 60.0, 20.0
 #: Seconds after which the search for the first wrong op compiles no further part.
 PARTING_S = 10.0
 
@@ -51,6 +57,7 @@ class CheckedRegion:
     :param expected: fake values of its outputs.
     :param lower_part: compiles a part of the region as the region was compiled.
     :param inner: positions of outputs that nothing but other regions reads.
+    :param is_eager: the code is the region's graph, op by op.
     :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
     """
 
@@ -66,6 +73,7 @@ class CheckedRegion:
         key: Any = None,
         lower_part: Callable[[GraphModule], Boxed] | None = None,
         inner: frozenset[int] = frozenset(),
+        is_eager: bool = False,
     ) -> None:
         self._region = region
         self._call = call
@@ -77,6 +85,7 @@ class CheckedRegion:
         self._key = key
         self._lower_part = lower_part
         self._inner = inner
+        self._is_eager = is_eager
 
     def __call__(self, args: list[Any], values: Sequence[Any] | None = None) -> Sequence[Any]:
         """
@@ -87,10 +96,12 @@ class CheckedRegion:
         """
         inputs = list(args)
         own = inputs if values is None else values
-        reference = self._reference(own)
         before = [_copy(value) for value in inputs] if self._proofs.inputs_too else None
+        start = time.perf_counter()
+        reference = self._reference(own)
+        reference_s = time.perf_counter() - start
         try:
-            result = self._call(args)
+            result = self._call_guarded(args, reference_s)
         finally:
             written = _restore(inputs, before) if before is not None else []
         if written:
@@ -103,13 +114,37 @@ class CheckedRegion:
             self._proofs.passed[id(self._code)] = self._code
         return result
 
+    def _call_guarded(self, args: list[Any], reference_s: float) -> Sequence[Any]:
+        """The call, within a limit of time, and held to leaving the process as it is.
+
+        :param reference_s: what eager and the float64 run took.
+        :raises HookTimeout: it took longer than it may.
+        :raises ContractError: it changed something; that is put back.
+        """
+        if self._is_eager:
+            return self._call(args)
+        limit_s = self._session.settings.hook_limit_s
+        if self._proofs.values:
+            limit_s = min(limit_s, CALL_LIMIT_S + CALL_LIMIT_FACTOR * reference_s)
+
+        def late() -> Exception:
+            return HookTimeout(
+                self._region.backend, "fuseboard_lower", f"a call took over {limit_s:.3g} s"
+            )
+
+        with StateGuard(CALL_PARTS) as state, deadline(limit_s, late):
+            result = self._call(args)
+        if left := state.told("answers"):
+            raise self._broken(f"its call changed {left}, which was put back")
+        return result
+
     def _reference(self, inputs: Sequence[Any]) -> Reference | None:
         """What the outputs are held against; None where they aren't judged by value.
 
         Raises what eager raises on these inputs, which is the user's own error.
         """
         proofs = self._proofs
-        if not proofs.values or self._region.backend == "eager" or id(self._code) in proofs.passed:
+        if not proofs.values or self._is_eager or id(self._code) in proofs.passed:
             return None
         known = None
         if proofs.references is not None and self._key is not None:

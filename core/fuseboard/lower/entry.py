@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
+from fuseboard import torch_internals
 from fuseboard.contracts import Boxed
 from fuseboard.lower.eager import boxed_function
-from fuseboard.profile.interpret import Disturbed, run
+from fuseboard.profile.interpret import Disturbed, Eager, run
 
 
 class Entry:
@@ -66,6 +68,87 @@ class Entry:
             return run(self.captured, inputs, Disturbed(set(), seed))
 
         return call
+
+
+class BackwardEntry(Entry):
+    """The way into the code of a backward graph, which may be called from other surroundings.
+
+    The graph is captured for plain gradients and with autocast off, as torch recommends to call
+    ``backward()``. Eager's backward is whatever autograd's formulas make of batched gradients
+    (``is_grads_batched``), or of an autocast that is on around ``backward()``. In such calls the
+    graph runs op by op.
+
+    :param after_autocast: the forward runs under autocast, so that AOTAutograd calls this with
+        autocast off in any case.
+    :param note: is told, once each, why calls run op by op.
+    """
+
+    def __init__(
+        self, captured: GraphModule, name: str, after_autocast: bool, note: Callable[[str], None]
+    ) -> None:
+        super().__init__(captured, name)
+        self._autocast_is_on = torch_internals.autocast_probe(after_autocast)
+        self._note = note
+        #: Whether autocast changes what the ops compute; None: not known yet.
+        self._autocast_matters: bool | None = None
+
+    def boxed(self) -> Boxed:
+        """What AOTAutograd gets."""
+        batched, autocast = torch_internals.gradients_are_batched, self._autocast_is_on
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            if batched():
+                return self._op_by_op(args)
+            if autocast():
+                return self._under_autocast(args)
+            return self.function(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def _op_by_op(self, args: list[Any]) -> Sequence[Any]:
+        self._note("called with batched gradients: runs op by op then, and isn't judged")
+        return self.eager(args)
+
+    def _under_autocast(self, args: list[Any]) -> Sequence[Any]:
+        if self._autocast_matters is False:
+            with torch_internals.without_autocast():
+                return self.function(args)
+        inputs = list(args)
+        args.clear()
+        recast = _Recast()
+        with torch_internals.autocast_again():
+            results = run(self.captured, inputs, recast)
+        if self._autocast_matters is None:
+            self._autocast_matters = recast.differed
+            if recast.differed:
+                self._note(
+                    "backward() is called under autocast, which casts what it computes in another "
+                    "dtype than outside: runs op by op then; call backward() outside of autocast"
+                )
+        return results
+
+
+class _Recast(Eager):
+    """Each op under autocast; its result in the dtype that it was captured with.
+
+    Autograd casts gradients likewise, to the dtype of what they are gradients of.
+
+    :ivar differed: whether autocast gave a result another dtype.
+    """
+
+    differed = False
+
+    def computed(self, node: Node, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._recast(super().computed(node, target, args, kwargs), node.meta.get("val"))
+
+    def _recast(self, value: Any, form: Any) -> Any:
+        if isinstance(value, torch.Tensor) and isinstance(form, torch.Tensor):
+            self.differed |= value.dtype != form.dtype
+            return value.to(form.dtype)
+        if isinstance(value, list | tuple) and isinstance(form, list | tuple):
+            return [self._recast(*pair) for pair in zip(value, form, strict=True)]
+        return value
 
 
 @contextmanager

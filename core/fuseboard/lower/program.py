@@ -39,10 +39,19 @@ WITHOUT = -2
 
 @dataclass
 class Site:
-    """One call of a region in the graph."""
+    """One call of a region in the graph.
+
+    :ivar is_dynamo_graph: the code is that of Dynamo's graph, not of the region's own.
+    """
 
     cut: Cut
     lowered: Lowered
+    is_dynamo_graph: bool = False
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether its code is the region's graph op by op, which values are held against."""
+        return self.lowered.region.backend == "eager" and not self.is_dynamo_graph
 
     def span(self) -> str:
         """What traces call it: its region, the backend, the user's modules."""
@@ -360,6 +369,7 @@ class Program:
                 key,
                 lowered.lower_part,
                 self._inner_outputs(site.cut),
+                is_eager=site.is_eager,
             )
             span = partial("verify {}".format, label)
             given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"

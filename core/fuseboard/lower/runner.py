@@ -26,7 +26,7 @@ from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.entry import Entry
 from fuseboard.lower.failure import decide, region_error, trip
 from fuseboard.lower.lowering import Lowered
-from fuseboard.lower.program import WITHOUT, Board, Program
+from fuseboard.lower.program import WITHOUT, Board, Program, Site
 from fuseboard.lower.sizes import bucket_source
 from fuseboard.lower.weights import WeightSets, any_version
 from fuseboard.partition.board_nodes import shared_outputs
@@ -241,11 +241,11 @@ class Runner:
         region = lowered.region
         stage: Stage = "profile" if isinstance(error, WrongValues) else "run"
         action = decide(self.session, region.name, region.backend, stage, error)
-        if action == "raise" or region.backend == "eager":
+        if action == "raise" or any(s.is_eager for s in self._sites_of(lowered)):
             raise region_error(region, stage, error) from error
         with self.lock:
             sites = self.program.sites
-            failed = [site for site in sites if site.lowered.code is lowered.code]
+            failed = self._sites_of(lowered)
             if not failed:
                 return  # another thread met the same failure and was quicker
             trip(self.report, region.backend, stage, region.name, error, instead, region.source)
@@ -253,7 +253,12 @@ class Runner:
                 own = replace(site.lowered.region, backend="eager")
                 call = boxed_function(own.graph, f"{own.name}.eager")
                 site.lowered = Lowered(own, call, call, tuple(range(len(site.cut.inputs))))
+                site.is_dynamo_graph = False
             self.install(Program(self.board, sites))
+
+    def _sites_of(self, lowered: Lowered) -> list[Site]:
+        """Where the program calls some code, none if another thread has replaced it."""
+        return [site for site in self.program.sites if site.lowered.code is lowered.code]
 
     def _admits_inference_tensors(self) -> bool:
         """Whether the weights' check failed for inference tensors, and was built again for them."""

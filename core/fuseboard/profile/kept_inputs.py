@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from fuseboard.torch_state import ANSWER_PARTS, read_state
+
 
 class KeptInputs:
     """The first inputs of a graph: weights by weak reference, all else as copies."""
 
     def __init__(self) -> None:
         self._values: list[Callable[[], Any]] | None = None
+        #: What results depended on in that call.
+        self.state: list[Any] = []
 
     def keep(self, inputs: Sequence[Any], static: Collection[int], limit_bytes: int) -> None:
         """Keep inputs unless there are some, or they are too large."""
@@ -26,6 +30,7 @@ class KeptInputs:
         size = sum(value.numel() * value.element_size() for value in copied)
         if self._values is not None or size > limit_bytes:
             return
+        self.state = read_state(ANSWER_PARTS)
         with torch.no_grad():
             self._values = [
                 weakref.ref(value)

@@ -38,6 +38,7 @@ from fuseboard.profile.ranks import Decide, here
 from fuseboard.profile.timing import Timing
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_profiler import is_recording
+from fuseboard.torch_state import under_state
 from fuseboard.torch_symbols import compiling_in_a_call
 
 log = logging.getLogger("fuseboard")
@@ -203,7 +204,7 @@ class Tuner:
         inputs = self._kept.inputs()
         if inputs is None:
             return False
-        with self._lock:
+        with self._lock, under_state(self._kept.state):
             if self._due:
                 self._runner.interrupt(None)
                 self._compare(inputs)
@@ -337,10 +338,35 @@ class Tuner:
                 self._runner.entry.eager(list(inputs))
             except CONTAINED:  # eager raises as well: the user's own error, raised by the call
                 return False
+            if candidate.given is not None:
+                return self._without_dynamo_graph(candidate, inputs, proofs, layouts, error)
             self._failed(candidate, "profile", error)
             return False
         candidate.proven = True
         return True
+
+    def _without_dynamo_graph(
+        self,
+        candidate: Candidate,
+        inputs: list[Any],
+        proofs: Proofs,
+        layouts: Layouts,
+        error: BaseException,
+    ) -> bool:
+        """Let the captured graph op by op be the candidate that Dynamo's own graph can't be.
+
+        :returns: whether that one is right.
+        :raises RegionError: the policy is to raise.
+        """
+        if decide(self._session, self.name, "eager", "profile", error) == "raise":
+            self._failed(candidate, "profile", error)
+        instead = "the graph as captured, op by op"
+        trip(self._report, "eager", "profile", self.name, error, instead)
+        candidate.given = candidate.program = None
+        self._runner.uncompiled = self._runner.entry.eager
+        return self._lower(candidate, defers=False) and self._verify(
+            candidate, inputs, proofs, layouts
+        )
 
     def _fastest(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
         """Time candidates in turn; what raises now is out."""
