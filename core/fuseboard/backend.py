@@ -26,6 +26,7 @@ from fuseboard.profile.ranks import several_ranks
 from fuseboard.report.data import ledger
 from fuseboard.step import whole_step
 from fuseboard.torch_copies import copy_graph
+from fuseboard.torch_state import StateGuard
 from fuseboard.torch_views import mend_views
 
 mend_views()
@@ -46,6 +47,30 @@ def fuseboard(
     :param options: settings, above every other source; ``{"mode": ...}`` is accepted.
     :raises SettingsError: a setting is wrong; nothing has been compiled.
     """
+    with StateGuard():
+        compiled = _compile(graph, example_inputs, mode, options)
+    return _under_its_modes(compiled) if torch_internals.function_modes_are_on() else compiled
+
+
+def _under_its_modes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Call what was compiled with modes of ``__torch_function__`` off.
+
+    Dynamo has traced through them, so what they do is in the graph; it would be done twice.
+    """
+
+    def run(*args: Any) -> Any:
+        with torch_internals.without_function_modes():
+            return compiled(*args)
+
+    return run
+
+
+def _compile(
+    graph: GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
     session = board.session(resolve(options, mode))
     mend_powers(graph)
     call = _BackendCall(session, graph)
@@ -152,7 +177,7 @@ class _BackendCall:
         def call(args: list[Any]) -> Sequence[Any]:
             with compiling:
                 if entry.function is call:  # else another thread was quicker
-                    with entered():
+                    with StateGuard(), entered():
                         self._compile(entry, "backward")
             return entry.function(args)
 

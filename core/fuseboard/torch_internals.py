@@ -94,6 +94,30 @@ def autocast_is_on() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def function_modes_are_on() -> bool:
+    """Whether the call that Dynamo compiles is made under modes of ``__torch_function__``.
+
+    Dynamo takes them off while it traces (``torch/_dynamo/variables/torch_function.py``).
+    """
+    from torch._dynamo.variables import torch_function
+
+    manager = getattr(torch_function, "torch_function_mode_stack_state_mgr", None)
+    return torch._C._len_torch_function_stack() > 0 or bool(getattr(manager, "stack", ()))
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """The modes of ``__torch_function__`` off, for the block. Those of subclasses stay."""
+    from torch.overrides import _pop_mode, _push_mode
+
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
 def gradients_are_batched() -> bool:
     """Whether a backward is called under ``vmap``, torch.func's or that of ``is_grads_batched``.
 

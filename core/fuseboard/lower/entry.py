@@ -95,8 +95,12 @@ class BackwardEntry(Entry):
     def boxed(self) -> Boxed:
         """What AOTAutograd gets."""
         batched, autocast = torch_internals.gradients_are_batched, self._autocast_is_on
+        modes: Callable[[], int] = torch._C._len_torch_function_stack
 
         def call(args: list[Any]) -> Sequence[Any]:
+            if modes():  # eager's backward is C++, which asks none
+                with torch_internals.without_function_modes():
+                    return call(args)
             if batched():
                 return self._op_by_op(args)
             if autocast():

@@ -38,7 +38,7 @@ from fuseboard.profile.ranks import Decide, here
 from fuseboard.profile.timing import Timing
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_profiler import is_recording
-from fuseboard.torch_state import under_state
+from fuseboard.torch_state import StateGuard, under_state
 from fuseboard.torch_symbols import compiling_in_a_call
 
 log = logging.getLogger("fuseboard")
@@ -259,6 +259,7 @@ class Tuner:
         profiling = self._report.timed("profile")
         with (
             compiling,
+            StateGuard(),
             compiling_in_a_call(self._mode),
             generators_put_back(),
             background.worker.paused(),

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Group
-
 from fuseboard import torch_traces
 from fuseboard.report.data import GraphReport
-from fuseboard.report.graph_text import graph_parts, plain
 
 
 def emit(report: GraphReport) -> None:
@@ -29,6 +26,11 @@ def _json(report: GraphReport) -> str:
 
 
 def _text(report: GraphReport) -> str:
+    # Importing rich draws from Python's generator of random numbers, and takes its time.
+    from rich.console import Group
+
+    from fuseboard.report.graph_text import graph_parts, plain
+
     text = plain(Group(*graph_parts(report)))
     # A file's name may hold bytes that are no text; Python has them as lone surrogates.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
