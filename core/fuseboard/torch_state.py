@@ -126,7 +126,7 @@ def _set_inference_mode(value: bool) -> None:
 
 
 def _top_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # while tracing, too
 
 
 def _pop_hooks(was: Any) -> None:
