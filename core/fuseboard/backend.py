@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
 from fuseboard import mixed_norms, torch_internals
@@ -91,7 +92,8 @@ def _compile(
             return forward_of(graph)
     if call.is_another(compiled, example_inputs):
         return forward_of(graph)
-    return call.guard_overlap(call.whole_step(compiled), example_inputs)
+    compiled = call.guard_overlap(call.whole_step(compiled), example_inputs)
+    return call.guard_tangents(call.watch_autocast(compiled))
 
 
 class _BackendCall:
@@ -111,7 +113,6 @@ class _BackendCall:
         #: Ways into the graphs that AOTAutograd captured.
         self.entries: list[Entry] = []
         self.was_compiling = False
-        #: Whether the forward is called under autocast.
         self._autocast = torch_internals.autocast_is_on()
         self._mutated: frozenset[int] = frozenset()
         self._inputs = 0
@@ -145,9 +146,7 @@ class _BackendCall:
 
         One with sizes among its inputs is compiled at once: a later guard on them would be lost.
         """
-        entry = BackwardEntry(
-            copy_graph(graph), "captured_backward", self._autocast, self._note_backward
-        )
+        entry = BackwardEntry(copy_graph(graph), "captured_backward", self._note_backward)
         self.entries.append(entry)
         if any(isinstance(value, torch.SymInt) for value in inputs):
             self._compile(entry, "backward")
@@ -273,6 +272,35 @@ class _BackendCall:
         def run(*args: Any) -> Any:
             if _overlap(args) != expected:
                 note()
+                return own(*args)
+            return compiled(*args)
+
+        return run
+
+    def watch_autocast(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Let backwards know whether they are called under autocast, where AOTAutograd hides it."""
+        backwards = [one for one in self.entries if isinstance(one, BackwardEntry)]
+        if not backwards or not self._autocast:
+            return compiled
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            torch_internals.before_backward(results, backwards[0].look_around)
+            return results
+
+        return run
+
+    def guard_tangents(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Let Dynamo's own graph run the calls of a training graph under forward-mode AD.
+
+        AOTAutograd's function has no forward-mode derivative. Inference graphs run op by op then.
+        """
+        if all(runner.board.kind == "inference" for runner in self.pipeline.runners):
+            return compiled
+        own = forward_of(self.graph)
+
+        def run(*args: Any) -> Any:
+            if forward_ad._current_level >= 0:
                 return own(*args)
             return compiled(*args)
 

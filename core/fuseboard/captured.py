@@ -306,7 +306,7 @@ def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, Any]:
     if not ends or not wanted:
         return {}
     given = list(map(_uneven, ends))
-    with torch_internals.outside_of_autocast():
+    with torch_internals.without_autocast():
         grads = torch.autograd.grad(ends, list(wanted.values()), given, allow_unused=True)
     return {f"the gradient of input {i}": g for i, g in zip(wanted, grads, strict=True)}
 

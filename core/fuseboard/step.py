@@ -224,7 +224,7 @@ class _Undecided:
             results = [r for r in results if r.requires_grad]
             wanted = [v for v in own if isinstance(v, torch.Tensor) and v.requires_grad]
             ones = [torch.ones_like(r) for r in results]
-            with torch_internals.outside_of_autocast():
+            with torch_internals.without_autocast():
                 torch.autograd.grad(results, wanted, ones, allow_unused=True)
         torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
 

@@ -86,6 +86,8 @@ def is_dynamos(error: BaseException) -> bool:
     from torch._dynamo import exc
 
     fallbacks = getattr(exc, "exceptions_allowed_to_be_fallback", ())
+    if isinstance(error, exc.Unsupported):  # by a compile inside of AOTAutograd's, as of a cond
+        return False
     return isinstance(error, (exc.TorchDynamoException, *fallbacks))
 
 
@@ -128,39 +130,25 @@ def gradients_are_batched() -> bool:
     return level > 1 or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
 
 
-def autocast_probe(hidden: bool) -> Callable[[], bool]:
-    """A function that tells whether autocast is on around a backward.
+def before_backward(results: Any, hook: Callable[[], None]) -> None:
+    """Call a function before the backward of AOTAutograd's function that made these results."""
+    nodes = {r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn}
+    made = {_made_by_aot_autograd(node) for node in nodes} - {None}
+    for node in made:
+        node.register_prehook(lambda gradients: hook())
 
-    :param hidden: AOTAutograd has switched it off for the call, as it does where the forward is
-        under autocast. Then only the nesting of autocast's contexts tells.
-    """
-    return _autocast_is_entered if hidden else autocast_is_on
 
-
-def _autocast_is_entered() -> bool:
-    nesting = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return nesting > 1
+def _made_by_aot_autograd(node: Any) -> Any:
+    """The node itself, or what it is a view of; None for other code's."""
+    while node is not None and not type(node).__name__.startswith("CompiledFunction"):
+        following = node.next_functions
+        node = following[0][0] if len(following) == 1 else None
+    return node
 
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
     """Autocast switched off, for the block."""
     return torch._C._DisableAutocast()
-
-
-@contextlib.contextmanager
-def outside_of_autocast() -> Iterator[None]:
-    """Autocast off for the block, and for who counts its contexts, too."""
-    entered = 0
-    while _autocast_is_entered():
-        torch.autocast_decrement_nesting()
-        entered += 1
-    try:
-        with without_autocast():
-            yield
-    finally:
-        for _ in range(entered):
-            torch.autocast_increment_nesting()
 
 
 @contextlib.contextmanager

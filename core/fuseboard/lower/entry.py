@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx import GraphModule, Node
 
 from fuseboard import torch_internals
@@ -34,9 +35,14 @@ class Entry:
         self._lock = threading.Lock()
 
     def boxed(self) -> Boxed:
-        """What AOTAutograd gets: looks up the current function, nothing more."""
+        """What AOTAutograd gets: looks up the current function.
+
+        What is compiled knows nothing of the tangents that inputs have under forward-mode AD.
+        """
 
         def call(args: list[Any]) -> Sequence[Any]:
+            if forward_ad._current_level >= 0:
+                return self.eager(args)
             return self.function(args)
 
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -78,17 +84,13 @@ class BackwardEntry(Entry):
     (``is_grads_batched``), or of an autocast that is on around ``backward()``. In such calls the
     graph runs op by op.
 
-    :param after_autocast: the forward runs under autocast, so that AOTAutograd calls this with
-        autocast off in any case.
     :param note: is told, once each, why calls run op by op.
     """
 
-    def __init__(
-        self, captured: GraphModule, name: str, after_autocast: bool, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, captured: GraphModule, name: str, note: Callable[[str], None]) -> None:
         super().__init__(captured, name)
-        self._autocast_is_on = torch_internals.autocast_probe(after_autocast)
         self._note = note
+        self._around = threading.local()
         #: Whether autocast changes what the ops compute; None: not known yet.
         self._autocast_matters: bool | None = None
 
@@ -109,6 +111,17 @@ class BackwardEntry(Entry):
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+    def look_around(self) -> None:
+        """See whether autocast is on where a backward is called from.
+
+        AOTAutograd switches it off for the call itself, if the forward is under autocast.
+        """
+        self._around.autocast = torch_internals.autocast_is_on()
+
+    def _autocast_is_on(self) -> bool:
+        around, self._around.autocast = getattr(self._around, "autocast", False), False
+        return around or torch_internals.autocast_is_on()
 
     def _op_by_op(self, args: list[Any]) -> Sequence[Any]:
         self._note("called with batched gradients: runs op by op then, and isn't judged")
