@@ -740,3 +740,47 @@ def test_the_default_stages_answer_with_what_the_contract_asks():
     who, measured = opened.first("fuseboard_measure", calls=calls, budget_s=0.01)
     assert (who, len(measured)) == ("defaults", 2)
     assert isinstance(graph, GraphModule)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_nobody_takes_the_name_of_a_plugin_that_comes_with_the_board(first):
+    """Whichever is found first, the board's own is loaded and the other one is told of."""
+    own = FakeEntryPoint("mkldnn", lambda: None, FakeDistribution("fuseboard"))
+    own.plugin = backend("mkldnn")
+    other = FakeEntryPoint("mkldnn", backend("mkldnn"), FakeDistribution("somebody-elses"))
+    points = (own, other) if first else (other, own)
+    states = [state for state in a_board(*points).states() if state.name == "mkldnn"]
+    assert [state.source for state in states] == [
+        "entry point of fuseboard",
+        "entry point of somebody-elses",
+    ]
+    assert [state.state for state in states] == ["ready", "quarantined"]
+    assert "the name 'mkldnn' is taken (entry point of fuseboard)" in states[1].reason
+    assert not other.loads
+
+
+def test_a_plugin_that_changes_the_process_when_it_is_found_is_quarantined():
+    """What its import, or ``fuseboard_backend``, changed is put back, and the reason says what."""
+    threads = torch.get_num_threads()
+
+    class Changing:
+        @fuseboard.hookimpl
+        def fuseboard_backend(self):
+            torch.set_num_threads(threads + 1)
+            return fuseboard.BackendInfo(name="changing")
+
+    def load():
+        torch.set_default_dtype(torch.float64)
+        return backend("imported")
+
+    imported = FakeEntryPoint("imported", None)
+    imported.load = load
+    states = {s.name: s for s in a_board(FakeEntryPoint("changing", Changing), imported).states()}
+    assert torch.get_num_threads() == threads
+    assert torch.get_default_dtype() == torch.float32
+    assert [states[name].state for name in ("changing", "imported")] == ["quarantined"] * 2
+    assert f"torch.set_num_threads from {threads} to {threads + 1}" in states["changing"].reason
+    assert "the default dtype from torch.float32 to torch.float64" in states["imported"].reason
+    with pytest.raises(RegistrationError, match="changed torch.set_num_threads"):
+        a_board().register(Changing())
+    assert torch.get_num_threads() == threads
