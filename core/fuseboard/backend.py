@@ -162,6 +162,8 @@ class _BackendCall:
             report.notes.append(text)
 
     def _entry(self, graph: GraphModule, kind: GraphKind) -> Entry:
+        for inner in graph.children():  # of control flow, which calls them as torch writes them
+            mend_powers(inner)
         self.entries.append(Entry(copy_graph(graph), f"captured_{kind}"))
         return self.entries[-1]
 

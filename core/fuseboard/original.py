@@ -43,19 +43,25 @@ _MODES = frozenset(
 )
 
 
-def mend_powers(graph: GraphModule) -> None:
-    """Let what torch writes for ``(-2) ** x`` mean that.
+def mend_powers(graph: torch.nn.Module) -> None:
+    """Let what torch writes for ``(-2) ** x`` mean that, in a graph and in those inside of it.
 
     ``torch/fx/graph.py`` of 2.13 writes the operator between its operands as they are: ``-2 ** x``,
-    which is ``-(2 ** x)``. As a call of ``pow`` it can't be misread.
+    which is ``-(2 ** x)``. So it is for each base that prints with a minus: ``-0.0``, ``-inf``,
+    ``-2j``. A base that a node of its own makes can't be misread.
     """
     for module in graph.modules():
         if not isinstance(module, GraphModule):
             continue
         powers = module.graph.find_nodes(op="call_function", target=operator.pow)
-        misread = [n for n in powers if isinstance(n.args[0], int | float) and n.args[0] < 0]
+        misread = [n for n in powers if repr(n.args[0]).startswith("-")]
         for node in misread:
-            node.target = pow
+            with module.graph.inserting_before(node):
+                base = module.graph.call_function(operator.mul, (node.args[0], 1))
+            base.meta.update(
+                dict.fromkeys({"val", "example_value"} & node.meta.keys(), node.args[0])
+            )
+            node.args = (base, node.args[1])
         if misread:
             module.recompile()
 

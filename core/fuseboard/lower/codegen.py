@@ -7,6 +7,7 @@ import linecache
 import math
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any
@@ -18,6 +19,9 @@ from fuseboard import torch_internals
 from fuseboard.torch_profiler import show_in_traces
 
 _function_numbers = count()
+
+#: Types whose values are written as they print.
+_PLAIN = (type(None), bool, int, str)
 
 #: Operators that are written infix instead of called.
 _INFIX = {
@@ -85,6 +89,8 @@ class Source:
         linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)
         exec(compile(code, filename, "exec"), self.globals)
         function: Callable[..., Any] = self.globals[name]
+        # Nobody can raise from it once it is freed; linecache itself never lets go of such lines.
+        weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
         function.__fuseboard_source__ = code  # type: ignore[attr-defined]
         if self.spans:
             show_in_traces(function, self.spans)
@@ -94,9 +100,9 @@ class Source:
         """An expression for an argument of a node."""
         if isinstance(value, Node):
             return names[value]
-        if value is None or isinstance(value, bool | int | str):
+        if type(value) in _PLAIN:  # what is derived from them, an enum say, has a repr of its own
             return repr(value)
-        if isinstance(value, float):
+        if type(value) is float:
             return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
         if isinstance(value, tuple) and type(value) is tuple:
             items = ", ".join(self.literal(item, names) for item in value)
@@ -114,15 +120,20 @@ class Source:
     def call(self, node: Node, names: Mapping[Node, str]) -> str:
         """An expression that computes a ``call_function`` node."""
         if node.target is operator.getitem:
-            return f"{self.literal(node.args[0], names)}[{self.literal(node.args[1], names)}]"
+            return f"{self._operand(node.args[0], names)}[{self.literal(node.args[1], names)}]"
         target: Any = node.target
         if target in _INFIX and len(node.args) == 2 and not node.kwargs:
-            left, right = (self.literal(arg, names) for arg in node.args)
+            left, right = (self._operand(arg, names) for arg in node.args)
             return f"({left} {_INFIX[target]} {right})"
         arguments = [self.literal(arg, names) for arg in node.args]
         arguments += [f"{key}={self.literal(arg, names)}" for key, arg in node.kwargs.items()]
         callee = self.bind(torch_internals.direct_call(target), target_name(node))
         return f"{callee}({', '.join(arguments)})"
+
+    def _operand(self, value: Any, names: Mapping[Node, str]) -> str:
+        """The same beside an operator: without parentheses ``-2 ** x`` is ``-(2 ** x)``."""
+        text = self.literal(value, names)
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 
 def target_name(node: Node) -> str:
