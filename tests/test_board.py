@@ -781,6 +781,6 @@ def test_a_plugin_that_changes_the_process_when_it_is_found_is_quarantined():
     assert [states[name].state for name in ("changing", "imported")] == ["quarantined"] * 2
     assert f"torch.set_num_threads from {threads} to {threads + 1}" in states["changing"].reason
     assert "the default dtype from torch.float32 to torch.float64" in states["imported"].reason
-    with pytest.raises(RegistrationError, match="changed torch.set_num_threads"):
+    with pytest.raises(RegistrationError, match=r"changed torch\.set_num_threads"):
         a_board().register(Changing())
     assert torch.get_num_threads() == threads

@@ -211,6 +211,31 @@ def test_a_hook_that_measures_wrongly_leaves_what_was_compiled():
     assert "IndexError" in note
 
 
+def test_code_that_writes_while_whole_steps_are_timed():
+    """What it did to a weight is undone; Dynamo's own graph runs, and the backend is named."""
+    model, writes = Net(), []
+
+    def call(eager_call, region):
+        def run(args):
+            if writes and region.kind == "forward":
+                model.up.weight.data.zero_()
+            return eager_call(args)
+
+        return run
+
+    def measure(calls):
+        stopwatch.asked == 2 and writes.append(True)
+        return stopwatch.measure(calls)
+
+    twin, stopwatch = copy.deepcopy(model), Stopwatch(COMPILED)
+    with plugged("bad", call=call, info=QUICK), observing("stopwatch", measure=measure):
+        got = steps(compiled(model, "bad", "eager"), model)
+    torch.testing.assert_close(got, steps(twin, twin))
+    (trip,) = all_trips()
+    assert (trip.plugin, trip.stage, trip.instead) == ("bad", "profile", "Dynamo's own graph")
+    assert "it wrote to the inputs [" in trip.error
+
+
 def test_a_model_that_is_never_differentiated_is_never_compared():
     model = Net()
     with plugged("fake", info=QUICK), timed(EAGER):

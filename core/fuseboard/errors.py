@@ -8,7 +8,7 @@ FuseboardError
 │   └── ContractError    it answered, but the answer breaks the hook's contract
 │       └── WrongValues  a lowered region computes something else than the graph says
 ├── LoweringError        a backend claimed a region and can't compile it (plugins raise this)
-├── NotEnoughMemory      what is prepared from weights would take too much of the free memory
+├── NotEnoughMemory      what is prepared from weights, or copied, takes too much of the free memory
 ├── CostsError           a file of measured choices can't be read, written or taken over
 ├── RankError            the ranks of a distributed job don't agree, or one doesn't answer
 ├── RegionError          a region failed and the policy is to raise; chained to the cause
@@ -68,7 +68,10 @@ class LoweringError(FuseboardError):
 
 
 class NotEnoughMemory(FuseboardError):
-    """What is prepared from weights would take more of the free memory than ``prepare_memory``."""
+    """What is prepared from weights would take more of the free memory than ``prepare_memory``.
+
+    Or there is no room for the copies on which a region is judged.
+    """
 
 
 class CostsError(FuseboardError):

@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Event, Measurement
-from fuseboard.errors import CONTAINED
-from fuseboard.lower.failure import describe
+from fuseboard.errors import CONTAINED, ContractError, RegionError
+from fuseboard.lower.copies import Kept
+from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.spare_memory import free_bytes
 from fuseboard.lower.specialise import compiling
 from fuseboard.original import forward_of
@@ -165,12 +166,19 @@ class _Undecided:
         if why_not := self._why_not(args):
             return self._leave(why_not)
         tripped = self._trips()
+        written: list[int] = []
         try:
             with compiling, background.worker.paused(), generators_put_back():
-                measured, peaks = self._measure(args)
+                watch = Kept(args).watch()
+                try:
+                    measured, peaks = self._measure(args)
+                finally:
+                    written = watch.undo()
             why = "something tripped" if self._trips() > tripped else ""
         except CONTAINED as error:  # torch's or a hook's; what was compiled runs on
             why = describe(error)
+        if written:
+            return self._give_up(written)
         if why:
             return self._leave(why)
         winner = (COMPILED, EAGER)[choose(measured, self._session.settings.margin)]
@@ -183,6 +191,27 @@ class _Undecided:
         self._session.notify(Event("choose", report.name, 0.0, {"winner": winner, "whole": True}))
         emit(report)
         return self._eager if winner == EAGER else self._compiled
+
+    def _give_up(self, written: Sequence[int]) -> Run:
+        """Dynamo's own graph runs: something wrote to the user's tensors, which was undone.
+
+        :raises RegionError: the policy is to raise.
+        """
+        report, session = self._report, self._session
+        regions = [region for one in self._reports.values() for region in one.regions]
+        backends = {region.backend for region in regions if region.backend != "eager"}
+        if not backends:
+            return self._leave(f"an op of it wrote to the inputs {list(written)} unsaid")
+        for backend in sorted(backends):
+            others = ", or another one did," if len(backends) > 1 else ""
+            problem = f"it wrote{others} to the inputs {list(written)} of a call that was timed"
+            error = ContractError(backend, "fuseboard_lower", problem)
+            if decide(session, report.name, backend, "profile", error) == "raise":
+                raise RegionError(str(error)) from error
+            trip(report, backend, "profile", report.name, error, "Dynamo's own graph")
+        failed = CandidateReport(COMPILED, "failed", problem=describe(error))
+        self._book.record(EAGER, [failed], settled=True)
+        return self._eager
 
     def _trips(self) -> int:
         return sum(len(report.trips) for report in self._reports.values())

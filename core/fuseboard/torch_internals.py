@@ -487,6 +487,16 @@ def storage_address(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let a tensor count its writes from a number again, after some were undone.
+
+    Left as it is where torch has no such function. Read in ``torch/csrc/autograd/init.cpp`` (2.13).
+    """
+    setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+    if setter is not None:
+        setter((tensor,), (version,))
+
+
 def overlapping(tensors: list[torch.Tensor]) -> set[int]:
     """Positions of the tensors whose memory overlaps that of another one of the list."""
     from torch._C._dynamo.guards import compute_overlapping_tensors

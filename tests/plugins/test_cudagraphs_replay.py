@@ -71,6 +71,17 @@ def test_calls_run_once_each():
     assert recorded.device.log == ["warm up", "record", *["replay"] * 4]
 
 
+def test_a_first_call_on_copies():
+    """What stays where it is from the second call on is read in place from the third on."""
+    recorded = Recorded(linear, rnd(3, 5), rnd(5, 7))
+    w = rnd(5, 7)
+    recorded.check(rnd(3, 5), w.clone())
+    for seed in range(4):
+        recorded.check(rnd(3, 5, seed=seed), w)
+    assert recorded.reads(w)
+    assert recorded.device.log == ["warm up", "record", "replay", "record", *["replay"] * 3]
+
+
 def test_warmup_is_an_option():
     """So many calls run as they are first."""
     recorded = Recorded(linear, rnd(3, 5), rnd(5, 7), warmup=3)

@@ -1,11 +1,16 @@
-"""Regions in a checked call: what they return is held against what they promised, and computes."""
+"""Regions in a checked call: what they return is held against what they promised, and computes.
+
+They run on copies of their inputs, which are compared with these after the call. Where every call
+is checked, later ones run on the inputs themselves, and copies tell what to undo: code may keep
+something for addresses that come again.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
@@ -15,10 +20,12 @@ from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
+from fuseboard.lower.copies import Copies, Kept, Watch
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.profile.parting import first_parting
 from fuseboard.profile.reference import Reference, make_reference, replayable
+from fuseboard.profile.replays import why_it_writes
 from fuseboard.profile.verify import verify
 from fuseboard.report.data import GraphReport
 from fuseboard.torch_state import CALL_PARTS, StateGuard
@@ -37,16 +44,21 @@ class Proofs:
     :ivar values: hold outputs against a float64 run of the region, where its code hasn't passed.
     :ivar strides: hold strides against torch's fake values, where eager's aren't known. Those of
         what was held against eager before may be others.
-    :ivar inputs_too: also hold the inputs against copies of them, and undo what was written.
+    :ivar inputs: a region whose code hasn't passed runs on copies of its inputs; or on the inputs,
+        and what it writes is undone; or nobody looks.
+    :ivar again: hold against all that also what has passed.
     :ivar passed: the code whose values were right; by ``id``, with the code, which keeps it alive.
     :ivar references: regions that several programs have in common are run once. None: kept nowhere.
+    :ivar kept: copies of the graph's inputs.
     """
 
     values: bool = True
     strides: bool = True
-    inputs_too: bool = False
+    inputs: Literal["copied", "watched", "unseen"] = "copied"
+    again: bool = False
     passed: dict[int, Any] = field(default_factory=dict)
     references: dict[Any, Reference | str] | None = None
+    kept: Kept | None = None
 
 
 class CheckedRegion:
@@ -58,6 +70,8 @@ class CheckedRegion:
     :param lower_part: compiles a part of the region as the region was compiled.
     :param inner: positions of outputs that nothing but other regions reads.
     :param is_eager: the code is the region's graph, op by op.
+    :param prepared: so many of the last arguments were prepared from weights.
+    :param trusted: nobody's code but the board's own runs.
     :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
     """
 
@@ -74,6 +88,8 @@ class CheckedRegion:
         lower_part: Callable[[GraphModule], Boxed] | None = None,
         inner: frozenset[int] = frozenset(),
         is_eager: bool = False,
+        prepared: int = 0,
+        trusted: bool = False,
     ) -> None:
         self._region = region
         self._call = call
@@ -86,35 +102,55 @@ class CheckedRegion:
         self._lower_part = lower_part
         self._inner = inner
         self._is_eager = is_eager
+        self._prepared = prepared
+        self._trusted = trusted
 
     def __call__(self, args: list[Any], values: Sequence[Any] | None = None) -> Sequence[Any]:
         """
         :param args: what the region's code takes.
         :param values: the region's own inputs, where the code takes others.
         :raises WrongValues: it computes something else.
-        :raises ContractError: it keeps another promise not.
+        :raises ContractError: it breaks another promise.
+        :raises NotEnoughMemory: there is no room for copies of its inputs.
         """
         inputs = list(args)
         own = inputs if values is None else values
-        before = [_copy(value) for value in inputs] if self._proofs.inputs_too else None
         start = time.perf_counter()
         reference = self._reference(own)
-        reference_s = time.perf_counter() - start
-        try:
-            result = self._call_guarded(args, reference_s)
-        finally:
-            written = _restore(inputs, before) if before is not None else []
-        if written:
-            raise self._broken(f"the lowered region wrote to its inputs {written}")
+        result = self._result(args, time.perf_counter() - start)
         verdict = self._verdict(result, inputs, reference)
         if not verdict.ok:
             where = self._where(own) if verdict.by_value else ""
             raise self._broken(verdict.problem + where, verdict.by_value)
-        if reference is not None and not self._proofs.inputs_too:
+        if reference is not None:
             self._proofs.passed[id(self._code)] = self._code
         return result
 
-    def _call_guarded(self, args: list[Any], reference_s: float) -> Sequence[Any]:
+    @property
+    def _has_passed(self) -> bool:
+        return id(self._code) in self._proofs.passed and not self._proofs.again
+
+    def _result(self, args: list[Any], reference_s: float) -> Sequence[Any]:
+        """
+        :raises ContractError: it wrote to what it was given.
+        """
+        graph, how = self._region.graph, self._proofs.inputs
+        if how == "unseen" or self._trusted or self._has_passed or why_it_writes(graph):
+            return self._guarded(args, reference_s)
+        whole = any("as_strided" in str(node.target) for node in graph.graph.nodes)
+        copies = Copies(args, self._prepared, whole, self._proofs.kept)
+        for number in copies.bare:
+            self._note(f"{self._region.name}: whether it writes to input {number} isn't known")
+        watch = Watch(copies) if how == "watched" else None
+        try:
+            result = self._guarded(args if watch is not None else list(copies.values), reference_s)
+        finally:
+            written = copies.written() if watch is None else watch.undo()
+        if written:
+            raise self._broken(f"the lowered region wrote to its inputs {written}")
+        return result if watch is not None else copies.back(result)
+
+    def _guarded(self, args: list[Any], reference_s: float) -> Sequence[Any]:
         """The call, within a limit of time, and held to leaving the process as it is.
 
         :param reference_s: what eager and the float64 run took.
@@ -144,7 +180,7 @@ class CheckedRegion:
         Raises what eager raises on these inputs, which is the user's own error.
         """
         proofs = self._proofs
-        if not proofs.values or self._is_eager or id(self._code) in proofs.passed:
+        if not proofs.values or self._is_eager or self._has_passed:
             return None
         known = None
         if proofs.references is not None and self._key is not None:
@@ -226,39 +262,36 @@ class CheckedRegion:
         return verdict  # type: ignore[no-any-return]
 
 
-def _restore(inputs: list[Any], before: list[Any]) -> list[int]:
-    """Undo what was written to the inputs; returns the positions where something was."""
-    written = [
-        i
-        for i, (now, was) in enumerate(zip(inputs, before, strict=True))
-        if isinstance(was, torch.Tensor) and not _same_bits(now, was)
-    ]
-    with torch.no_grad():
-        for i in written:
-            # An expanded tensor has one element in several places and takes no copy.
-            shape = [
-                1 if s == 0 else n for n, s in zip(inputs[i].shape, inputs[i].stride(), strict=True)
-            ]
-            where = inputs[i].as_strided(shape, inputs[i].stride())
-            where.copy_(before[i].as_strided(shape, before[i].stride()))
-    return written
+class CheckedPrepare:
+    """What prepares values from weights: on copies, until it was seen not to write to them.
+
+    :param call: boxed.
+    :param plugin: whose code it is.
+    """
+
+    def __init__(self, call: Boxed, plugin: str) -> None:
+        self._call = call
+        self._plugin = plugin
+        self._has_passed = False
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """
+        :raises ContractError: it wrote to the weights.
+        :raises NotEnoughMemory: there is no room for copies of them.
+        """
+        if self._has_passed:
+            return self._call(args)
+        copies = Copies(args)
+        try:
+            result = self._call(list(copies.values))
+        finally:
+            written = copies.written()
+        if written:
+            problem = f"what prepares weights wrote to those at {written}"
+            raise ContractError(self._plugin, "fuseboard_fuse", problem)
+        self._has_passed = True
+        return copies.back(result)  # type: ignore[no-any-return]
 
 
 def _strided(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
-
-
-def _copy(value: Any) -> Any:
-    if _strided(value):
-        return value.detach().clone()
-    return None
-
-
-def _same_bits(now: torch.Tensor, was: torch.Tensor) -> bool:
-    return torch.equal(_bytes_of(now), _bytes_of(was))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg().flatten()
-    # A clone: one element may have any stride and be called contiguous, and then has no view.
-    return plain.clone(memory_format=torch.contiguous_format).view(torch.uint8)

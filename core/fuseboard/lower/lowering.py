@@ -19,6 +19,7 @@ from fuseboard.errors import CONTAINED, LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.caching import Cache, Deferred, Task, Token
+from fuseboard.lower.checked import CheckedPrepare
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
@@ -31,6 +32,7 @@ from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
 from fuseboard.profile.costs import PluginRecords, database
+from fuseboard.profile.replays import only_torchs_ops
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
 from fuseboard.report.nodes import source_line
 from fuseboard.torch_copies import copy_graph
@@ -293,6 +295,8 @@ class Lowering:
         if prepared.prepare is None:
             return lowered
         prepare = boxed_function(prepared.prepare, f"{region.name}.prepare")
+        if session.settings.verify != "off" and not only_torchs_ops(prepared.prepare):
+            prepare = CheckedPrepare(prepare, backend)
         return dataclasses.replace(lowered, prepare=prepare, uses=prepared.uses)
 
     def _for_parts(self) -> Lowering:

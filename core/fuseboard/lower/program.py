@@ -370,6 +370,8 @@ class Program:
                 lowered.lower_part,
                 self._inner_outputs(site.cut),
                 is_eager=site.is_eager,
+                prepared=lowered.values,
+                trusted=region.backend == "eager" and lowered.call is lowered.code,
             )
             span = partial("verify {}".format, label)
             given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"

@@ -88,8 +88,13 @@ class Runner:
             if self.session.settings.verify == "off":
                 self._run(program.plain(self, self._cloned))
             else:
-                proofs = proofs or Proofs(inputs_too=self._every is not None)
+                proofs = proofs or Proofs(again=self._every is not None)
                 self._run(program.checked(self, self._cloned, proofs))
+
+    def run_uncompiled(self) -> None:
+        """Run the graph in eager from the next call on."""
+        with self.lock:
+            self._run(self.uncompiled)
 
     def interrupt(self, call: Boxed | None) -> None:
         """Let calls go to ``call`` instead, until it is taken back with None."""
@@ -103,7 +108,7 @@ class Runner:
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]:
         """The first call of a new bucket of sizes: a checked one."""
-        proofs = Proofs(inputs_too=self._every is not None)
+        proofs = Proofs(again=self._every is not None)
         return program.checked(self, self._cloned, proofs)(args)
 
     def without(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:
@@ -133,7 +138,7 @@ class Runner:
         if self._every is None:
             self._run(plain)
             return
-        checked = self.program.checked(self, self._cloned, Proofs(inputs_too=True))
+        checked = self.program.checked(self, self._cloned, Proofs(inputs="watched", again=True))
         self._run(checked if self._every == 1 else _each(self._every, checked, plain))
 
     # --- when something is wrong ----------------------------------------------------------------

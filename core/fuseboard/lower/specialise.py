@@ -246,7 +246,7 @@ class _FirstCall:
         expected: tuple[Any, ...],
     ) -> None:
         session, report = owner._session, owner._report
-        proofs = Proofs(inputs_too=session.settings.verify_every is not None)
+        proofs = Proofs(again=session.settings.verify_every is not None)
         self._owner, self._key, self._code = owner, key, code
         captured = dataclasses.replace(region, graph=owner._region.graph)
         self._checked = CheckedRegion(captured, code, code, expected, session, report, proofs)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch.fx import Node
 
 from fuseboard.board import Session
-from fuseboard.contracts import Boxed, Plan
+from fuseboard.contracts import Boxed, Measurement, Plan
 from fuseboard.errors import CONTAINED, LoweringError
+from fuseboard.lower.copies import Copies
 from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import describe
+from fuseboard.lower.failure import describe, trip
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Board
 from fuseboard.lower.weights import run_prepare
@@ -101,7 +101,11 @@ class Composite:
         """Give the candidate its regions by what is known of its pieces; False where some isn't."""
         try:
             return not self._compose(board, None)
-        except CONTAINED:  # a plugin may raise anything; a call measures again
+        except CONTAINED as error:  # a plugin may raise anything
+            # Nothing is lost but time: all candidates are measured again, this one among them.
+            board.report.notes.append(
+                f"{self.name} isn't taken from the cost database: {describe(error)}"
+            )
             return False
 
     def compose(self, board: Board, inputs: Sequence[Any]) -> bool:
@@ -193,7 +197,7 @@ class Composite:
         for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             given = [values[node] for node in piece.cut.inputs]
             if not kind.winner:
-                self._decide(kind, lowering, given, budget_s)
+                self._decide(kind, lowering, given, budget_s, board.report)
                 left.discard(id(kind))
             if not left:
                 return
@@ -204,44 +208,83 @@ class Composite:
                     values.pop(node, None)
 
     def _decide(
-        self, kind: _Kind, lowering: Lowering, given: Sequence[Any], budget_s: float
+        self,
+        kind: _Kind,
+        lowering: Lowering,
+        given: Sequence[Any],
+        budget_s: float,
+        report: GraphReport,
     ) -> None:
         """Time the backends on a piece, and keep which is fastest."""
         told = {backend: CandidateReport(backend) for backend in kind.able}
-        calls: dict[str, Callable[[], Any]] = {}
-        for backend in kind.able:
-            try:
-                calls[backend] = _on(backend, kind.piece.cut, lowering, given)
-                calls[backend]()
-            except CONTAINED as error:  # a plugin may raise anything; another one has the piece
-                calls.pop(backend, None)
-                told[backend].problem = describe(error)
-        if not calls:
+        calls: dict[str, _OnCopies] = {}
+        try:
+            right = self._that_run(kind, lowering, given, told, calls)
+            _, measured = self._session.first(
+                "fuseboard_measure", calls=[calls[b] for b in right], budget_s=budget_s
+            )
+        finally:
+            written = {backend: call.copies.written() for backend, call in calls.items()}
+        times: dict[str, Measurement] = dict(zip(right, measured, strict=True))
+        for backend, where in written.items():
+            if where:
+                times.pop(backend, None)
+                told[backend].problem = problem = f"it wrote to the inputs {where} of a piece"
+                trip(report, backend, "profile", report.name, problem, "the other backends there")
+        if not times:
             raise LoweringError(f"a piece that {kind.able[0]} claimed isn't run by it")
-        _, measured = self._session.first(
-            "fuseboard_measure", calls=list(calls.values()), budget_s=budget_s
-        )
-        kind.times = {b: one.latency_us for b, one in zip(calls, measured, strict=True)}
-        kind.winner = list(calls)[choose(measured, self._session.settings.margin)]
-        for backend, one in zip(calls, measured, strict=True):
+        kind.times = {backend: one.latency_us for backend, one in times.items()}
+        kind.winner = list(times)[choose(list(times.values()), self._session.settings.margin)]
+        for backend, one in times.items():
             row = told[backend]
             row.latency_us, row.low_us, row.high_us = one.latency_us, one.low_us, one.high_us
         kind.book.record(kind.winner, list(told.values()), settled=True)
 
+    def _that_run(
+        self,
+        kind: _Kind,
+        lowering: Lowering,
+        given: Sequence[Any],
+        told: Mapping[str, CandidateReport],
+        calls: dict[str, _OnCopies],
+    ) -> list[str]:
+        """The backends that run a piece; what the others say against it is kept with its times.
 
-def _on(backend: str, cut: Cut, lowering: Lowering, given: Sequence[Any]) -> Callable[[], Any]:
+        :param calls: filled in, also with those that raise.
+        """
+        found = []
+        for backend in kind.able:
+            try:
+                calls[backend] = _on(backend, kind.piece.cut, lowering, given)
+                calls[backend]()
+                found.append(backend)
+            except Exception as error:  # a plugin may raise anything; another one has the piece
+                told[backend].problem = describe(error)
+        if not found:
+            raise LoweringError(f"a piece that {kind.able[0]} claimed isn't run by it")
+        return found
+
+
+class _OnCopies:
+    """A call of a piece, on copies of its inputs as often as it is made."""
+
+    def __init__(self, call: Boxed, given: Sequence[Any], prepared: Sequence[Any]) -> None:
+        self._call = call
+        self.copies = Copies([*given, *prepared], sealed=len(prepared))
+
+    def __call__(self) -> Any:
+        return self._call(list(self.copies.values))
+
+
+def _on(backend: str, cut: Cut, lowering: Lowering, given: Sequence[Any]) -> _OnCopies:
     """A piece on a backend, its weights prepared."""
     place = Place(cut.place.stage, backend)
     own = Cut(place, cut.owner, cut.nodes, cut.inputs, cut.outputs, cut.written)
     lowered = lowering.lower(own, "piece", whole=False)
-    kept = [given[i] for i in lowered.keeps]
+    prepared: Sequence[Any] = ()
     if lowered.prepare is not None:
-        kept += run_prepare([(lowered.prepare, lowered.uses)])(given)
-    return partial(_called, lowered.call, kept)
-
-
-def _called(call: Boxed, given: Sequence[Any]) -> Any:
-    return call(list(given))
+        prepared = run_prepare([(lowered.prepare, lowered.uses)])(given)
+    return _OnCopies(lowered.call, [given[i] for i in lowered.keeps], prepared)
 
 
 def _take_over(kind: _Kind) -> None:

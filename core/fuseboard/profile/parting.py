@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fuseboard.contracts import Boxed, Verdict
 from fuseboard.errors import CONTAINED
+from fuseboard.lower.copies import Copies
 from fuseboard.profile.reference import make_reference
 from fuseboard.profile.values import judge
 from fuseboard.report.nodes import source_line
@@ -62,7 +63,7 @@ def first_parting(
     in the whole may be right in all of its parts. Then the last op is told.
 
     :param graph: a region as captured; it isn't changed. It must be ``replayable``.
-    :param inputs: real ones; they are copied for each try, as far as copies have their layout.
+    :param inputs: real ones; they are copied for each try.
     :param lower: compiles a part; it is given a graph of its own and real inputs. What it raises
         for the whole region is passed on; a part that it can't compile ends the search.
     """
@@ -91,16 +92,12 @@ def first_parting(
 def _verdict(graph: GraphModule, inputs: Sequence[Any], lower: Lower, count: int) -> Verdict:
     reference = make_reference(prefix(graph, count), inputs)
     call = lower(prefix(graph, count), inputs)
+    copies = Copies(inputs)
     with torch.no_grad():
-        return judge(reference, call([_copy(value) for value in inputs]))
-
-
-def _copy(value: Any) -> Any:
-    """A copy of a tensor, which may be overwritten; the tensor where a copy's layout is another."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    copy = value.clone()
-    return copy if copy.layout != torch.strided or copy.stride() == value.stride() else value
+        try:
+            return judge(reference, call(list(copies.values)))
+        finally:
+            copies.written()
 
 
 def _steps(graph: GraphModule) -> list[Node]:

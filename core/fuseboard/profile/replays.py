@@ -65,6 +65,41 @@ def replayable(graph: GraphModule) -> str:
     return ""
 
 
+def why_it_writes(graph: GraphModule) -> str:
+    """Which op of a graph writes to tensors, as it says itself; "" where none does.
+
+    Whether code of such a graph may write to its inputs, nobody can tell.
+    """
+    held = (module for module in graph.modules() if isinstance(module, GraphModule))
+    found = (_why_node_writes(node) for module in held for node in module.graph.nodes)
+    return next(filter(None, found), "")
+
+
+def _why_node_writes(node: Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _why_it_writes(node, target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        effects = target.name() in _EFFECTS and not only_raises(node)
+        return f"{target.name()} has effects beyond its results" if effects else ""
+    known = node.op in ("placeholder", "get_attr", "call_function", "output")
+    return "" if known else f"{node.name} is a {node.op}, which may do anything"
+
+
+def only_torchs_ops(graph: GraphModule) -> bool:
+    """Whether nothing but ops of torch's own runs, and none of them writes to tensors."""
+    return all(map(_is_torchs_op, graph.graph.nodes))
+
+
+def _is_torchs_op(node: Node) -> bool:
+    if node.op != "call_function":
+        return node.op in ("placeholder", "get_attr", "output")
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    return target.namespace in _TORCHS_OWN and not _why_it_writes(node, target)
+
+
 def _why_not(node: Node, owner: torch.nn.Module) -> str:
     if node.op in ("placeholder", "output"):
         return ""
@@ -94,13 +129,20 @@ def _why_not_op(node: Node, target: Any) -> str:
     own = target.namespace in _TORCHS_OWN
     if not own and torch.Tag.nondeterministic_seeded in target.tags:
         return f"{target} is tagged as random and isn't torch's own: it may keep count of its calls"
+    if reason := _why_it_writes(node, target):
+        return reason
+    if not schema.returns and schema.name not in _CHECKS:
+        return f"{target} has no results, so it runs for its effects"
+    return ""
+
+
+def _why_it_writes(node: Node, target: Any) -> str:
+    schema = target._schema
     if schema.is_mutable:
         return f"{target} writes to a tensor"
     position = _BATCH_NORMS.get(schema.name)
     if position is not None and _trains(node, *position):
         return f"{target} updates its running statistics"
-    if not schema.returns and schema.name not in _CHECKS:
-        return f"{target} has no results, so it runs for its effects"
     if any(str(argument.type).startswith("__torch__") for argument in schema.arguments):
         return f"{target} is given an object that it may change"
     return ""

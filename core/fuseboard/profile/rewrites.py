@@ -20,6 +20,7 @@ from fuseboard.contracts import Verdict
 from fuseboard.lower.spare_memory import free_bytes
 from fuseboard.partition.estimate import is_view, value_bytes
 from fuseboard.profile.reference import make_reference, replayable, run_eager
+from fuseboard.profile.replays import why_it_writes
 from fuseboard.profile.values import judge
 from fuseboard.torch_copies import graph_module, part_of_graph
 from fuseboard.torch_symbols import in_the_example, why_unknown
@@ -54,6 +55,8 @@ def judge_rewrites(
     """
     if problem := _other_ends(before, after):
         return Verdict(False, problem)
+    if (problem := why_it_writes(after)) and not why_it_writes(before):
+        return Verdict(False, f"the rewritten graph isn't functional: {problem}")
     change = changed(before, after)
     if change is None:
         return Verdict(True)

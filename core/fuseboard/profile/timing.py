@@ -11,7 +11,9 @@ import torch
 from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Measurement
-from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError
+from fuseboard.errors import CONTAINED, ContractError, HookTimeout, NotEnoughMemory, PluginError
+from fuseboard.lower.checked import Proofs
+from fuseboard.lower.copies import Kept, Seal, Watch, memory_of
 from fuseboard.lower.failure import decide, trip
 from fuseboard.profile.candidates import Candidate
 from fuseboard.profile.choose import note_times
@@ -24,6 +26,9 @@ from fuseboard.torch_state import CALL_PARTS, StateGuard
 ROUNDS_LIMIT_S, ROUNDS_LIMIT_FACTOR = 60.0, 100.0
 _CPU = torch.device("cpu")
 
+#: So often a candidate is called again where one of several wrote to its inputs.
+_TRIES = 3
+
 
 class Timing:
     """Times candidates in turn, and writes what it finds into their rows of the report."""
@@ -34,10 +39,12 @@ class Timing:
         self._comparisons = 0
 
     def __call__(
-        self, candidates: Sequence[Candidate], inputs: list[Any]
+        self, candidates: Sequence[Candidate], inputs: list[Any], kept: Kept
     ) -> tuple[dict[Candidate, Measurement], dict[Candidate, BaseException]]:
-        """What each one takes, and the exceptions of those that raised.
+        """What each one takes, and the exceptions of those that raised, or did what they mustn't.
 
+        :param kept: copies of the inputs. The inputs themselves are used: each candidate has run
+            without writing to copies, and what is prepared from weights belongs to them.
         :raises PluginError: the hook that measures failed, and the policy is to raise.
         """
         errors: dict[Candidate, BaseException] = {}
@@ -55,20 +62,37 @@ class Timing:
             for candidate in candidates
             if candidate.program is not None
         }
+        watch, seals = self._watch(kept), {candidate: _seals(candidate) for candidate in calls}
+        written: list[int] = []
+        times: dict[Candidate, Measurement] = {}
+        late = False
+        state = StateGuard(CALL_PARTS)
         try:
-            with StateGuard(CALL_PARTS) as state, deadline(self._limit_s, self._late):
+            with state, deadline(self._limit_s, self._late):
                 measured = self._measure(list(calls.values()))
+            times = dict(zip(calls, measured, strict=True))
+            times = {candidate: one for candidate, one in times.items() if candidate not in errors}
+            self._note_peaks(times, calls, inputs)
         except HookTimeout as error:
-            rest = [one for one in candidates if one not in running]
-            times, errors = self(rest, inputs) if rest else ({}, {})
-            return times, {**errors, **dict.fromkeys(running, error)}
+            late = True
+            errors.update(dict.fromkeys(running, error))
+        finally:
+            if watch is not None:
+                written = watch.undo()
         if state.told("answers"):
             errors.update(_changing(calls))
-        times = dict(zip(calls, measured, strict=True))
+        for candidate, own in seals.items():
+            if any(seal.is_broken() for seal in own):
+                errors.setdefault(candidate, _wrote(candidate, "what was prepared for it"))
+        if written:
+            errors = {**self._writers(list(calls), inputs, kept, written), **errors}
+        if late:  # nothing is known of the others yet
+            rest = [candidate for candidate in calls if candidate not in errors]
+            times, more = self(rest, inputs, kept) if rest else ({}, {})
+            return times, {**more, **errors}
         times = {candidate: one for candidate, one in times.items() if candidate not in errors}
         self._comparisons += 1
         note_times([(c.told, one) for c, one in times.items()], self._comparisons)
-        self._note_peaks({candidate: calls[candidate] for candidate in times}, inputs)
         return times, errors
 
     @property
@@ -80,6 +104,33 @@ class Timing:
     def _late(self) -> Exception:
         problem = f"its calls took over {self._limit_s:.3g} s while they were timed"
         return HookTimeout("", "fuseboard_lower", problem)
+
+    def _watch(self, kept: Kept) -> Watch | None:
+        try:
+            return kept.watch()
+        except NotEnoughMemory as error:
+            self._report.notes.append(f"whether timed calls write isn't known: {error}")
+            return None
+
+    def _writers(
+        self, candidates: Sequence[Candidate], inputs: list[Any], kept: Kept, written: list[int]
+    ) -> dict[Candidate, BaseException]:
+        """Which candidates write to their inputs; all that may where none does it again."""
+        found: dict[Candidate, BaseException] = {}
+        suspects = [c for c in candidates if any(cut.backend != "eager" for cut in c.cuts)]
+        for candidate in suspects:
+            assert candidate.program is not None
+            proofs = Proofs(values=False, strides=False, again=True, kept=kept)
+            trial = candidate.program.trial(proofs)
+            try:
+                for _ in range(_TRIES):
+                    trial(list(inputs))
+            except CONTAINED as error:  # that it writes, or what it raises instead
+                found[candidate] = error
+        which = f"inputs {written} of the graph" + (
+            ", or another candidate did" if len(suspects) > 1 else ""
+        )
+        return found or {one: _wrote(one, which) for one in suspects}
 
     def _measure(self, calls: Sequence[Callable[[], Any]]) -> list[Measurement]:
         budget_s = self._session.settings.measure_s
@@ -94,7 +145,10 @@ class Timing:
         return measured  # type: ignore[no-any-return]
 
     def _note_peaks(
-        self, calls: Mapping[Candidate, Callable[[], Any]], inputs: Sequence[Any]
+        self,
+        times: Mapping[Candidate, Measurement],
+        calls: Mapping[Candidate, Callable[[], Any]],
+        inputs: Sequence[Any],
     ) -> None:
         """What each candidate allocates at the most, by one more call of each.
 
@@ -102,11 +156,11 @@ class Timing:
         """
         device = next((v.device for v in inputs if isinstance(v, torch.Tensor) and v.is_cuda), _CPU)
         left_s = self._session.settings.measure_s
-        for candidate, call in calls.items():
+        for candidate, one in times.items():
             if candidate.told.peak_bytes is None:
-                left_s -= 1e-6 * (candidate.told.latency_us or 0.0)
+                left_s -= 1e-6 * one.latency_us
                 if left_s > 0:
-                    candidate.told.peak_bytes = peak_bytes(call, device)
+                    candidate.told.peak_bytes = peak_bytes(calls[candidate], device)
 
 
 def _changing(calls: Mapping[Candidate, Callable[[], Any]]) -> dict[Candidate, BaseException]:
@@ -116,7 +170,25 @@ def _changing(calls: Mapping[Candidate, Callable[[], Any]]) -> dict[Candidate, B
         with StateGuard(CALL_PARTS) as state:
             call()
         if left := state.told("answers"):
-            problem = f"its call changed {left}, which was put back"
-            backend = next((c.backend for c in candidate.cuts if c.backend != "eager"), "eager")
-            found[candidate] = ContractError(backend, "fuseboard_lower", problem)
+            found[candidate] = ContractError(
+                _backend_of(candidate),
+                "fuseboard_lower",
+                f"its call changed {left}, which was put back",
+            )
     return found
+
+
+def _seals(candidate: Candidate) -> list[Seal]:
+    """On what was prepared from weights for a candidate's regions."""
+    sets = candidate.program.sets if candidate.program is not None else None
+    memories = map(memory_of, sets.last.values if sets is not None else ())
+    return [Seal(memory) for memory in memories if memory is not None]
+
+
+def _wrote(candidate: Candidate, what: str) -> ContractError:
+    problem = f"it wrote to {what} while it was timed"
+    return ContractError(_backend_of(candidate), "fuseboard_lower", problem)
+
+
+def _backend_of(candidate: Candidate) -> str:
+    return next((cut.backend for cut in candidate.cuts if cut.backend != "eager"), "eager")

@@ -20,6 +20,7 @@ from fuseboard.contracts import Boxed, Event, Stage
 from fuseboard.errors import CONTAINED, NotEnoughMemory, RegionError
 from fuseboard.lower.caching import Token
 from fuseboard.lower.checked import Proofs
+from fuseboard.lower.copies import Kept
 from fuseboard.lower.failure import decide, describe, trip
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.runner import Runner
@@ -254,7 +255,8 @@ class Tuner:
         due, self._due = self._due, []
         self._crowded = []
         order = [c for c in self._candidates if c in due or c is self._chosen]
-        proofs = Proofs(values=self._session.settings.verify != "off", references={})
+        kept = Kept(inputs)
+        proofs = Proofs(self._session.settings.verify != "off", references={}, kept=kept)
         layouts = Layouts(self._runner, inputs)
         profiling = self._report.timed("profile")
         with (
@@ -280,14 +282,15 @@ class Tuner:
                     self._install(candidate)  # if the user interrupts, there is something to run
             right = [candidate for candidate in order if candidate.proven and not candidate.out]
             proofs.references = None
-            winner = self._winner(right, inputs)
+            winner = self._winner(right, inputs, kept)
         self._due = self._crowded
         if winner is None:
+            self._chosen = None  # it may have been installed, to be found wrong when it was timed
             self._rest_is_due()
             self._run_eager()
             return
         for candidate in right:
-            if candidate is not winner:
+            if candidate is not winner and not candidate.out:
                 candidate.drop("slower")
         self._report.decided = "measured in a call"
         self._chosen = winner
@@ -299,12 +302,12 @@ class Tuner:
             self._book.record(winner.name, self._report.candidates, self.settled)
         emit(self._report)
 
-    def _winner(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
+    def _winner(self, right: list[Candidate], inputs: list[Any], kept: Kept) -> Candidate | None:
         """The fastest of what is right, as this rank or another one decides."""
 
         def name() -> str:
             only = next(iter(right), None)
-            fastest = self._fastest(right, inputs) if len(right) > 1 else only
+            fastest = self._fastest(right, inputs, kept) if len(right) > 1 else only
             return fastest.name if fastest is not None else ""
 
         chosen = self._decide(name)
@@ -323,7 +326,7 @@ class Tuner:
         if sets is not None and any(tensor.is_inference() for tensor in tensors):
             sets.version_of = any_version
         if self._session.settings.verify == "off":
-            proofs = Proofs(values=False)
+            proofs = Proofs(values=False, kept=proofs.kept)
         try:
             results = candidate.program.trial(proofs)(list(inputs))
             if proofs.values and len(candidate.cuts) > 1:
@@ -369,9 +372,9 @@ class Tuner:
             candidate, inputs, proofs, layouts
         )
 
-    def _fastest(self, right: list[Candidate], inputs: list[Any]) -> Candidate | None:
-        """Time candidates in turn; what raises now is out."""
-        times, errors = self._timing(right, inputs)
+    def _fastest(self, right: list[Candidate], inputs: list[Any], kept: Kept) -> Candidate | None:
+        """Time candidates in turn; what raises now, or writes to its inputs, is out."""
+        times, errors = self._timing(right, inputs, kept)
         for candidate, error in errors.items():
             self._failed(candidate, "profile", error)
         if not times:
@@ -390,7 +393,9 @@ class Tuner:
         candidate.told.state = "chosen"
         tell_what_preparing_gains(candidate, self._candidates, self._session.settings.margin)
         every = self._session.settings.verify_every
-        proofs = Proofs(values=False, strides=not candidate.proven, inputs_too=every is not None)
+        again = every is not None
+        inputs: Any = "watched" if again else "unseen"
+        proofs = Proofs(False, strides=not candidate.proven, inputs=inputs, again=again)
         self._runner.install(candidate.program, proofs)
         self._tell_whether_settled()
         self._installed(candidate)
@@ -400,6 +405,7 @@ class Tuner:
 
     def _run_eager(self) -> None:
         """No candidate is right: the captured graph runs op by op."""
+        self._runner.run_uncompiled()
         self._report.notes.append("no candidate is right on this call: eager runs the graph")
         emit(self._report)
 

@@ -70,12 +70,13 @@ class Combination:
         self.fixed: tuple[int, ...] | None = None
         self.recordings: dict[tuple[int, ...], Recording] = {}
         self._seen: dict[int, tuple[int, Any]] = {}
+        self._stayed_later: set[int] = set()
+        self._looked_again = False
         self._moves: Counter[int] = Counter()
         self._buffers: Buffers | None = None
 
     def see(self, inputs: Sequence[Any], known: Inputs) -> None:
         """Note where the inputs of a call lie."""
-        self.calls += 1
         for i in known.tensors:
             tensor = inputs[i]
             self._seen[i] = tensor.data_ptr(), _torch_internals.weak_storage(tensor)
@@ -96,13 +97,33 @@ class Combination:
             self.fixed = tuple(
                 i for i in known.tensors if i in known.static or self._stayed(i, inputs[i])
             )
-            self._seen.clear()
+            self.see(inputs, known)
+            return
+        if self._stayed_later:
+            self.fixed = tuple(sorted({*self.fixed, *self._stayed_later}))
+            self._stayed_later.clear()
+            self.recordings.clear()
+            self._buffers = None
             return
         moving = self._moving(self.fixed, self.addresses(inputs), known.static)
         if moving:
             self.fixed = tuple(i for i in self.fixed if i not in moving)
             self.recordings.clear()
             self._buffers = None
+
+    def look_again(self, inputs: Sequence[Any], known: Inputs) -> bool:
+        """Whether inputs that are copied lie where they lay when the first recording was made.
+
+        Asked once, in the call after it. The calls before may have been made on copies of what the
+        later ones are given: the board's first is, to see whether it writes to its inputs.
+        """
+        if self._looked_again or self.fixed is None:
+            return False
+        self._looked_again = True
+        copied = (i for i in known.tensors if i not in self.fixed)
+        self._stayed_later = {i for i in copied if self._stayed(i, inputs[i])}
+        self._seen.clear()
+        return bool(self._stayed_later)
 
     def _stayed(self, position: int, tensor: torch.Tensor) -> bool:
         address, storage = self._seen.get(position, (0, None))
@@ -190,11 +211,12 @@ class Replayed:
             self._clock += 1
             combination = self._combination(key)
             if combination.calls < self._options.warmup:
+                combination.calls += 1
                 combination.see(inputs, self._known)
                 # The inputs stay alive here until the device has joined its streams again.
                 return self._device.warm_up(lambda: self._call(list(inputs)))
             recording = combination.recordings.get(combination.addresses(inputs))
-            if recording is None:
+            if recording is None or combination.look_again(inputs, self._known):
                 recording = self._record(combination, inputs)
             if recording is None:
                 return None
