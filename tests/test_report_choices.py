@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.contracts import Measurement, Trip
-from fuseboard.profile.choose import note_times
+from fuseboard.profile.book import _cost
+from fuseboard.profile.choose import choose, note_times
 from fuseboard.report import choices
+from fuseboard.report.bars import chart
 from fuseboard.report.data import CandidateReport
 from fuseboard.report.elsewhere import elsewhere, foremost
 from fuseboard.report.text import as_text
-from tests.support.backends import compiled, last_graph, ledger, plugged
+from tests.support.backends import compiled, last_graph, ledger, observing, plugged
 from tests.support.explanations import chosen, node
 
 QUICK = {"compiles_quickly": True}
@@ -62,7 +68,7 @@ def test_the_fastest_is_told_with_its_lead_and_against_eager():
     graph = told(
         candidate("eager", 3000),
         candidate("mkldnn", 2000),
-        candidate("inductor", 1000, "chosen", speedup=3.0),
+        candidate("inductor", 1000, "chosen"),
     ).graphs[0]
     assert choices.why(graph) == (
         "inductor is the fastest: 1.00 ms a call, 50 % less than mkldnn "
@@ -107,32 +113,110 @@ def test_without_a_rival_the_sentence_claims_no_victory(candidates, why):
     assert choices.why(told(*candidates).graphs[0]) == why
 
 
-def test_the_speedup_is_by_what_was_called_in_turn():
+def test_where_an_earlier_comparisons_loser_is_faster_nobody_is_called_the_fastest():
+    """Margins add up over comparisons: the winner of the last may be more than one behind."""
+    rows = [candidate("long", 1030, "chosen", comparison=2), candidate("eager", 970)]
+    assert choices.why(told(*rows).graphs[0]) == (
+        "long won the last comparison: 1.03 ms a call; eager, which took 5.8 % less, had lost an "
+        "earlier one to what is simpler or comes first (the setting margin)"
+    )
+
+
+# --- times of several comparisons -----------------------------------------------------------------
+
+
+def times(*us: float) -> list[Measurement]:
+    return [Measurement(each, 0.9 * each, 1.2 * each, 5) for each in us]
+
+
+def test_times_of_an_earlier_comparison_are_told_in_terms_of_the_last_one():
     """Between two comparisons the machine became four times slower: nobody's gain or loss."""
     rows = [CandidateReport("eager"), CandidateReport("mkldnn"), CandidateReport("inductor")]
-
-    def times(*us: float) -> list[Measurement]:
-        return [Measurement(each, each, each, 5) for each in us]
-
-    note_times(list(zip(rows[:2], times(3000.0, 2000.0), strict=True)), 1)
-    note_times(list(zip(rows[1:], times(8000.0, 4000.0), strict=True)), 2)
-    assert [row.speedup for row in rows] == [1.0, 1.5, 3.0]
+    note_times(list(zip(rows[:2], times(3000.0, 2000.0), strict=True)), 1, rows)
+    note_times(list(zip(rows[1:], times(8000.0, 4000.0), strict=True)), 2, rows)
+    assert [row.latency_us for row in rows] == [12000.0, 8000.0, 4000.0]
+    assert (rows[0].low_us, rows[0].high_us) == pytest.approx((10800.0, 14400.0))
     assert [row.comparison for row in rows] == [1, 2, 2]
     graph = told(*rows).graphs[0]
     assert [row.factor for row in choices.rows(graph)] == ["1.00", "1.50", "3.00"]
+    assert choices.scaled(graph).startswith("the times of eager are of an earlier comparison")
+
+
+def test_without_anything_in_both_comparisons_the_earlier_times_go():
+    """They can't be held against the new ones; as where the winner so far raised in the second."""
+    rows = [CandidateReport("eager"), CandidateReport("mkldnn"), CandidateReport("inductor")]
+    note_times(list(zip(rows[:2], times(3000.0, 2000.0), strict=True)), 1, rows)
+    note_times(list(zip(rows[2:], times(4000.0), strict=True)), 2, rows)
+    assert [row.latency_us for row in rows] == [None, None, 4000.0]
+    assert [row.factor for row in choices.rows(told(*rows).graphs[0])] == ["-", "-", "-"]
 
 
 def test_without_eager_nothing_is_related_to_it():
     row = CandidateReport("mkldnn")
-    note_times([(row, Measurement(9.0, 8.0, 10.0, 5))], 1)
-    assert (row.latency_us, row.low_us, row.high_us, row.speedup) == (9.0, 8.0, 10.0, None)
-    assert [found.factor for found in choices.rows(told(row).graphs[0])] == ["-"]
+    note_times([(row, Measurement(9.0, 8.0, 10.0, 5))], 1, [row])
+    assert (row.latency_us, row.low_us, row.high_us) == (9.0, 8.0, 10.0)
+    graph = told(row).graphs[0]
+    assert graph.speedup(row) is None
+    assert [found.factor for found in choices.rows(graph)] == ["-"]
 
 
-def test_what_an_earlier_process_timed_is_compared_loosely():
-    """It may not have been called in turn, and whether it was isn't kept."""
-    rows = [candidate("eager", 300, comparison=None), candidate("mkldnn", 200, comparison=None)]
-    assert [row.factor for row in choices.rows(told(*rows).graphs[0])] == ["1.00", "≈1.50"]
+def in_us(text: str) -> float:
+    """A printed time."""
+    number, unit = text.split()
+    return float(number) * {"µs": 1.0, "ms": 1e3, "s": 1e6}[unit]
+
+
+#: Times of a call on a machine at ease, and how slow the machine is in each comparison.
+@settings(max_examples=50, deadline=None)
+@given(
+    truth=st.lists(st.floats(10.0, 1e6), min_size=2, max_size=6),
+    pace=st.lists(st.floats(0.2, 5.0), min_size=6, max_size=6),
+    shares=st.lists(st.integers(1, 3), min_size=6, max_size=6),
+    margin=st.sampled_from([0.0, 0.03]),
+)
+def test_every_printed_ratio_is_the_quotient_of_the_printed_times(truth, pace, shares, margin):
+    """Whatever was compared when: in the text, the JSON, the page and the cost database."""
+    rows = [CandidateReport(f"b{i}" if i else "eager") for i in range(len(truth))]
+    left, best, comparison = list(range(len(rows))), None, 0
+    while left:
+        due, left = left[: shares[comparison]], left[shares[comparison] :]
+        due += [best] if best is not None else []
+        due.sort()
+        took = times(*(truth[i] * pace[comparison] for i in due))
+        comparison += 1
+        note_times([(rows[i], one) for i, one in zip(due, took, strict=True)], comparison, rows)
+        best = due[choose(took, margin)]
+        for row in rows:
+            row.state = "slower" if row.latency_us else "waiting"
+        rows[best].state = "chosen"
+    explanation = told(*rows)
+    graph = explanation.graphs[0]
+    base = in_us(choices.rows(graph)[0].latency)
+    text, page = (
+        as_text(explanation),
+        " ".join(re.sub("<[^>]*>", " ", explanation.to_html()).split()),
+    )
+    as_json = explanation.as_dict()["graphs"][0]["candidates"]
+    database = [_cost(row) for row in rows]
+    for i, shown in enumerate(choices.rows(graph)):
+        ratio = float(shown.factor)
+        assert ratio == pytest.approx(base / in_us(shown.latency), rel=0.011, abs=0.0051)
+        assert ratio == pytest.approx(truth[0] / truth[i], abs=0.0051)
+        assert as_json[i]["speedup"] == pytest.approx(
+            as_json[0]["latency_us"] / as_json[i]["latency_us"]
+        )
+        assert as_json[i]["speedup"] == pytest.approx(ratio, abs=0.0051)
+        assert database[0].latency_us / database[i].latency_us == pytest.approx(truth[0] / truth[i])
+        (line,) = [one for one in text.splitlines() if one.split()[:1] == [shown.name]]
+        assert f"{shown.latency} " in line
+        assert shown.factor in line.split()
+        assert f"{shown.latency} ({shown.quartiles}) {shown.factor} × eager" in page
+    drawn = chart(graph)
+    for bar, us in zip(drawn.bars, truth, strict=True):
+        assert bar.length / drawn.eager == pytest.approx(us / truth[0])
+    told_factor = re.search(r"(\S+) times as fast as eager", choices.why(graph))
+    if told_factor:
+        assert told_factor[1] == choices.rows(graph)[best].factor
 
 
 @pytest.mark.parametrize(
@@ -157,10 +241,8 @@ def test_sizes_have_the_unit_that_suits(number, told):
 def test_the_text_has_a_table_of_candidates_and_what_was_not_tried():
     """At 80 columns; a problem that a trip tells isn't told twice."""
     explanation = told(
-        candidate("eager", 3000, speedup=1.0, compile_s=0.01),
-        candidate(
-            "mkldnn+eager", 2000, "chosen", speedup=1.5, compile_s=0.25, peak_bytes=12_345_678
-        ),
+        candidate("eager", 3000, compile_s=0.01),
+        candidate("mkldnn+eager", 2000, "chosen", compile_s=0.25, peak_bytes=12_345_678),
         candidate("liar", state="failed", problem="ValueError: told below"),
         candidate("old", state="failed", problem="wrong values in an earlier process"),
         candidate("other", 4000, notes=["not in the cache"]),
@@ -231,6 +313,43 @@ def test_a_graph_knows_which_backends_had_no_part_in_it(measured):
     graph = last_graph()
     assert graph.seconds["profile"] > 0
     assert {row.comparison for row in graph.candidates} == {1}
+
+
+def test_a_machine_that_becomes_slower_between_comparisons_changes_no_ratio(measured):
+    """In the report of this process, in the database, and in the report of a later one."""
+    clock = iter([(300.0, 200.0), (800.0, 400.0)])
+
+    def measure(calls):
+        return [Measurement(us, us, us, 1) for us in next(clock)]
+
+    with (
+        observing("stopwatch", measure=measure),
+        plugged("brisk", info=QUICK),
+        plugged("long"),
+        torch.no_grad(),
+    ):
+        for _ in range(2):
+            torch._dynamo.reset()
+            ledger.clear()
+            fn = compiled(f, "brisk", "long", "eager")
+            fn(X)
+            fuseboard.wait()
+            rows = {row.name: row for row in choices.rows(last_graph())}
+            assert {name: row.latency for name, row in rows.items()} == {
+                "eager": "1.20 ms",
+                "brisk": "800 µs",
+                "long": "400 µs",
+            }
+            assert [row.factor for row in rows.values()] == ["1.00", "1.50", "3.00"]
+            key = CliRunner().invoke(app, ["costs", "list", "--json"])
+            (decision,) = [
+                one for one in json.loads(key.stdout)["decisions"] if one["level"] == "graph"
+            ]
+            shown = CliRunner().invoke(app, ["costs", "show", decision["key"]]).stdout
+            cells = [line.split("│")[1:3] for line in shown.splitlines() if "│" in line]
+            printed = {cell.strip(): us.strip() for cell, us in reversed(cells)}
+            assert {name: printed[name] for name in rows} == {n: r.latency for n, r in rows.items()}
+    assert last_graph().decided == "taken from the cost database"
 
 
 def test_what_is_on_another_backend_by_choice_is_not_excused():

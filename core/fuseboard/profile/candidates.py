@@ -129,10 +129,9 @@ def tell_what_preparing_gains(
     eagers_us = next((c.told.latency_us for c in candidates if c.name == "eager"), None)
     if sets is None or not told.latency_us:
         return
-    speedup = told.speedup or (eagers_us and eagers_us / told.latency_us)
-    if speedup:
-        sets.share = max(1 - 1 / speedup, margin)
-        sets.without_s = 1e-6 * told.latency_us * speedup
+    if eagers_us:
+        sets.share = max(1 - told.latency_us / eagers_us, margin)
+        sets.without_s = 1e-6 * eagers_us
 
 
 def described(site: Site) -> RegionReport:

@@ -21,18 +21,29 @@ def choose(measured: Sequence[Measurement], margin: float) -> int:
     return next(i for i, one in enumerate(measured) if one.latency_us <= limit_us)
 
 
-def note_times(timed: Sequence[tuple[CandidateReport, Measurement]], comparison: int) -> None:
+def note_times(
+    timed: Sequence[tuple[CandidateReport, Measurement]],
+    comparison: int,
+    rows: Sequence[CandidateReport] = (),
+) -> None:
     """Write what was measured in one comparison into the candidates' rows.
 
-    :param timed: the first comparison's, or later ones beside the winner so far.
+    The machine may be slower or faster than it was in an earlier comparison. The winner so far is
+    in both, so the times of the others are multiplied by what it takes now over what it took then:
+    all times of a graph can be held against each other. Where nothing is in both, the others lose
+    their times.
+
+    :param rows: all of the graph's candidates.
     """
-    scale = None  # one of those whose relation to eager is known gives the others theirs
+    scale = None
     for told, found in timed:
-        if told.name == "eager":
-            scale = found.latency_us
-        elif told.speedup is not None and scale is None:
-            scale = told.speedup * found.latency_us
+        if told.latency_us and found.latency_us:
+            scale = found.latency_us / told.latency_us
+            break
+    now = {id(told) for told, _ in timed}
+    for told in rows:
+        if id(told) not in now:
+            told.scale_times(scale)
     for told, found in timed:
         told.latency_us, told.low_us, told.high_us = found.latency_us, found.low_us, found.high_us
         told.comparison = comparison
-        told.speedup = scale / found.latency_us if scale and found.latency_us else None

@@ -24,7 +24,7 @@ class CandidateCost:
 
     :ivar name: a backend (``inductor``), or one with the whole graph (``whole:inductor``).
     :ivar latency_us: the median of a call; ``low_us`` and ``high_us`` are its interval. None where
-        it wasn't timed.
+        it wasn't timed. Those of one decision can be held against each other.
     :ivar problem: why it couldn't be chosen: it failed verification, raised, wasn't tried. "" if it
         could.
     """

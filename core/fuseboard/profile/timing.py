@@ -92,7 +92,8 @@ class Timing:
             return times, {**more, **errors}
         times = {candidate: one for candidate, one in times.items() if candidate not in errors}
         self._comparisons += 1
-        note_times([(c.told, one) for c, one in times.items()], self._comparisons)
+        told = [(candidate.told, one) for candidate, one in times.items()]
+        note_times(told, self._comparisons, self._report.candidates)
         return times, errors
 
     @property

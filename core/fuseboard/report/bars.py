@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fuseboard.report import choices
-from fuseboard.report.data import CandidateReport, GraphReport
+from fuseboard.report.data import GraphReport
 
 #: The chart ends at so many times the slowest median at most: a wide interval mustn't squeeze all.
 _WIDEST = 1.5
@@ -32,43 +32,30 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """:ivar eager: where the reference line is; None where eager wasn't timed.
-
-    :ivar scaled: some weren't timed beside eager, and are drawn as if they had been.
-    """
+    """:ivar eager: where the reference line is; None where eager wasn't timed."""
 
     bars: list[Bar]
     eager: float | None
-    scaled: bool
 
 
 def chart(graph: GraphReport) -> Chart:
     """A bar for each candidate, in order of preference."""
-    base = choices.eager(graph)
-    scales = [_scale(told, base) for told in graph.candidates]
-    timed = [(t, s) for t, s in zip(graph.candidates, scales, strict=True) if t.latency_us]
-    slowest = max((_us(told.latency_us) * scale for told, scale in timed), default=0.0)
-    highest = max((_us(told.high_us) * scale for told, scale in timed), default=0.0)
+    timed = [told for told in graph.candidates if told.latency_us]
+    slowest = max((_us(told.latency_us) for told in timed), default=0.0)
+    highest = max((_us(told.high_us) for told in timed), default=0.0)
     end_us = max(slowest, min(highest, _WIDEST * slowest)) or 1.0
     bars = []
-    for told, scale, row in zip(graph.candidates, scales, choices.rows(graph), strict=True):
+    for told, row in zip(graph.candidates, choices.rows(graph), strict=True):
         if not told.latency_us:
             bars.append(Bar(row))
             continue
-        length = 100 * told.latency_us * scale / end_us
-        low = 100 * _us(told.low_us, told.latency_us) * scale / end_us
-        high = 100 * _us(told.high_us, told.latency_us) * scale / end_us
+        low = 100 * _us(told.low_us, told.latency_us) / end_us
+        high = 100 * _us(told.high_us, told.latency_us) / end_us
+        length = 100 * told.latency_us / end_us
         bars.append(Bar(row, length, min(low, 100.0), min(high, 100.0), high > 100.0001))
-    eager = None if base is None else 100 * _us(base.latency_us) / end_us
-    return Chart(bars, eager, any(abs(scale - 1) > 1e-6 for scale in scales))
+    base = graph.eager
+    return Chart(bars, None if base is None else 100 * _us(base.latency_us) / end_us)
 
 
 def _us(value: float | None, otherwise: float = 0.0) -> float:
     return otherwise if value is None else value
-
-
-def _scale(told: CandidateReport, base: CandidateReport | None) -> float:
-    """What a candidate's times are multiplied by so that they can stand beside eager's."""
-    if base is None or not base.latency_us or not told.latency_us or not told.speedup:
-        return 1.0
-    return base.latency_us / told.speedup / told.latency_us

@@ -18,8 +18,7 @@ class Row:
     """A candidate as people read it; what isn't known is ``-`` or "".
 
     :ivar quartiles: between which half of its calls were.
-    :ivar factor: how many times as fast as eager; with ``≈`` where an earlier process timed them,
-        perhaps not in turn.
+    :ivar factor: how many times as fast as eager.
     :ivar peak: the most that a call allocates at once.
     :ivar problem: why it is out, where no trip of the report says so already.
     :ivar notes: of its regions, where these aren't shown.
@@ -44,7 +43,7 @@ def rows(graph: GraphReport) -> list[Row]:
             state=told.state,
             latency=NONE if told.latency_us is None else duration(told.latency_us),
             quartiles=_quartiles(told),
-            factor=_factor(told, eager(graph)) or NONE,
+            factor=_factor(graph, told) or NONE,
             compile=NONE if told.compile_s is None else duration(told.compile_s * 1e6),
             peak=NONE if told.peak_bytes is None else size(told.peak_bytes),
             problem=problem(graph, told),
@@ -54,14 +53,21 @@ def rows(graph: GraphReport) -> list[Row]:
     ]
 
 
-def eager(graph: GraphReport) -> CandidateReport | None:
-    """The candidate that is eager alone, if it was timed."""
-    found = (told for told in graph.candidates if told.name == "eager")
-    return next((told for told in found if told.latency_us), None)
-
-
 def chosen(graph: GraphReport) -> CandidateReport | None:
     return next((told for told in graph.candidates if told.state == "chosen"), None)
+
+
+def scaled(graph: GraphReport) -> str:
+    """Which times were taken in an earlier comparison than the last one; "" if none were."""
+    timed = [told for told in graph.candidates if told.latency_us]
+    last = max((told.comparison for told in timed if told.comparison is not None), default=None)
+    names = [told.name for told in timed if told.comparison != last]
+    if not names:
+        return ""
+    return (
+        f"the times of {words.first(names)} are of an earlier comparison, multiplied by what its "
+        "winner took in the last one over what it took then"
+    )
 
 
 def problem(graph: GraphReport, told: CandidateReport) -> str:
@@ -77,9 +83,7 @@ def why(graph: GraphReport) -> str:
     winner = chosen(graph)
     if winner is None:
         return "no candidate was right: eager runs" if _all_failed(graph) else ""
-    rivals = [told for told in graph.candidates if told.latency_us and told is not winner]
-    rivals = [told for told in rivals if told.comparison == winner.comparison]
-    rivals = [told for told in rivals if told.state == "slower"]
+    rivals = [told for told in graph.candidates if told.latency_us and told.state == "slower"]
     if not winner.latency_us or not rivals:
         return _alone(graph, winner)
     best = min(rivals, key=lambda told: told.latency_us or 0.0)
@@ -87,14 +91,19 @@ def why(graph: GraphReport) -> str:
     gain = 1 - winner.latency_us / best.latency_us
     if gain < 0:
         lag = 1 - best.latency_us / winner.latency_us
+        if best.comparison != winner.comparison:
+            return (
+                f"{winner.name} won the last comparison: {duration(winner.latency_us)} a call; "
+                f"{best.name}, which took {_percent(lag)} less, had lost an earlier one to what is "
+                "simpler or comes first (the setting margin)"
+            )
         return (
             f"{winner.name} is preferred: {best.name} takes {_percent(lag)} less, which is "
             "not enough to leave what is simpler or comes first (the setting margin)"
         )
     told = f"{winner.name} is the fastest: {duration(winner.latency_us)} a call, "
     told += f"{_percent(gain)} less than {best.name}"
-    base = eager(graph)
-    if base is not None and base not in (winner, best) and (factor := _factor(winner, base)):
+    if graph.eager not in (winner, best) and (factor := _factor(graph, winner)):
         told += f" and {factor} times as fast as eager"
     return told + ("; their quartiles overlap" if _overlap(winner, best) else "")
 
@@ -173,14 +182,9 @@ def _quartiles(told: CandidateReport) -> str:
     return f"{_digits(told.low_us / size)}-{_digits(told.high_us / size)} {unit}"
 
 
-def _factor(told: CandidateReport, base: CandidateReport | None) -> str:
-    if told is base:
-        return "1.00"
-    if told.speedup is not None:
-        return f"{told.speedup:.2f}"
-    if base is None or not base.latency_us or not told.latency_us:
-        return ""
-    return f"≈{base.latency_us / told.latency_us:.2f}"
+def _factor(graph: GraphReport, told: CandidateReport) -> str:
+    speedup = graph.speedup(told)
+    return "" if speedup is None else f"{speedup:.2f}"
 
 
 def _percent(share: float) -> str:

@@ -96,11 +96,10 @@ class CandidateReport:
     :ivar name: the backends in it, such as ``mkldnn+eager``.
     :ivar state: ``chosen``, ``slower``, ``failed``, ``waiting`` to be compiled, or ``untried``.
     :ivar latency_us: the median of its calls; ``low_us`` and ``high_us`` are their quartiles. None
-        where it wasn't timed.
-    :ivar comparison: the number of the comparison that its times are of: within one, candidates
-        are called in turn. None where it wasn't timed in this process.
-    :ivar speedup: how many times as fast as eager. Where the two weren't in one comparison, by what
-        was in both. None where eager wasn't timed in this process.
+        where it wasn't timed. Times of an earlier comparison are told in terms of the last one:
+        multiplied by what the winner so far, which was in both, took later over what it took then.
+    :ivar comparison: the number of the comparison in which it was timed: within one, candidates are
+        called in turn. None where it wasn't timed in this process.
     :ivar compile_s: what lowering it took, here or in the process that did it.
     :ivar problem: why it failed or wasn't tried.
     :ivar notes: of its regions once it is out, such as what its key in the cache differed in. Those
@@ -113,11 +112,16 @@ class CandidateReport:
     low_us: float | None = None
     high_us: float | None = None
     comparison: int | None = None
-    speedup: float | None = None
     compile_s: float | None = None
     peak_bytes: int | None = None
     problem: str = ""
     notes: list[str] = field(default_factory=list)
+
+    def scale_times(self, scale: float | None) -> None:
+        """Multiply the times; without a scale they are forgotten."""
+        for name in ("latency_us", "low_us", "high_us"):
+            us = getattr(self, name)
+            setattr(self, name, None if us is None or scale is None else us * scale)
 
 
 @dataclass
@@ -165,9 +169,27 @@ class GraphReport:
             spent = time.perf_counter() - start
             self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
 
+    @property
+    def eager(self) -> CandidateReport | None:
+        """The candidate that is eager alone, if it was timed."""
+        found = (told for told in self.candidates if told.name == "eager")
+        return next((told for told in found if told.latency_us), None)
+
+    def speedup(self, told: CandidateReport) -> float | None:
+        """How many times as fast as eager a candidate is: eager's time by its own, as they stand.
+
+        None where one of the two wasn't timed.
+        """
+        if self.eager is None or not self.eager.latency_us or not told.latency_us:
+            return None
+        return self.eager.latency_us / told.latency_us
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain dicts and lists, ready for JSON."""
-        return dataclasses.asdict(self)
+        """Plain dicts and lists, ready for JSON; with each candidate's ``speedup``."""
+        values = dataclasses.asdict(self)
+        for row, told in zip(values["candidates"], self.candidates, strict=True):
+            row["speedup"] = self.speedup(told)
+        return values
 
 
 @dataclass(frozen=True)

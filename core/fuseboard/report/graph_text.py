@@ -69,6 +69,8 @@ def _choice(graph: GraphReport) -> list[RenderableType]:
         parts.append(line(pending, "yellow"))
     rows = choices.rows(graph)
     parts.append(Padding(_candidates(rows), (0, 0, 0, 1), expand=False))
+    if scaled := choices.scaled(graph):
+        parts.append(line(scaled, "dim"))
     parts += [line(f"{row.name} {row.state}: {row.problem}", "red") for row in rows if row.problem]
     parts += [line(f"{row.name}: {note}", "dim") for row in rows for note in row.notes]
     if untried := choices.untried(graph):

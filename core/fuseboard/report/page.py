@@ -119,6 +119,7 @@ def _templates() -> Environment:
         chart=chart,
         why=choices.why,
         pending=choices.pending,
+        scaled=choices.scaled,
         untried=choices.untried,
         loaded=_loaded,
         tally=lambda items: Counter(items).most_common(),
