@@ -12,6 +12,7 @@ from torch import nn
 import fuseboard
 from fuseboard.contracts import Measurement
 from fuseboard.profile import background
+from fuseboard.report import choices
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
 
@@ -109,7 +110,7 @@ def test_dynamos_graph_runs_where_it_is_faster_as_a_whole():
     assert calls == 0
     (note,) = [note for note in last_graph("forward").notes if "together" in note]
     assert note.startswith(
-        "forward and backward together take 0.02 ms compiled and 0.01 ms eager (Dynamo's own graph)"
+        "forward and backward together take 20.0 µs as compiled and 10.0 µs as Dynamo's own graph"
     )
     assert note.endswith("forward and backward run as Dynamo's own graph under autograd")
     assert all_trips() == []
@@ -118,7 +119,42 @@ def test_dynamos_graph_runs_where_it_is_faster_as_a_whole():
 def test_what_was_compiled_runs_where_it_is_faster_as_a_whole():
     asked, calls = trained(COMPILED)
     assert (asked, calls) == (3, 4)
-    assert any("what was compiled runs" in note for note in last_graph("forward").notes)
+    (note,) = [note for note in last_graph("forward").notes if "together" in note]
+    assert note.endswith(": what was compiled runs")
+    for kind in ("forward", "backward"):
+        report = last_graph(kind)
+        assert (report.instead, {node.backend for node in report.nodes}) == ("", {"fake"})
+
+
+def test_what_was_compiled_runs_where_it_is_as_fast_as_dynamos_graph_within_the_margin():
+    asked, calls = trained((10.1, 10.0))
+    assert (asked, calls) == (3, 4)
+    (note,) = [note for note in last_graph("forward").notes if "together" in note]
+    assert note.endswith(": what was compiled runs, which is close enough")
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["measured", "taken from the database"])
+def test_reports_tell_that_dynamos_graph_runs(later):
+    """Forward and backward alike: no op is on what was compiled, and the choice says so."""
+    trained(EAGER)
+    if later:
+        torch._dynamo.reset()
+        ledger.clear()
+        model = Net()
+        with plugged("fake", info=QUICK), timed(EAGER):
+            steps(compiled(model, "fake", "eager"), model)
+    assert fuseboard.wait(10)
+    for kind in ("forward",) if later else ("forward", "backward"):
+        report = last_graph(kind)
+        assert (report.regions, report.settled) == ([], True)
+        assert {(node.backend, node.reason) for node in report.nodes} == {
+            ("eager", "Dynamo's own graph runs")
+        }
+        assert "chosen" not in {row.state for row in report.candidates}
+        assert choices.why(report) == (
+            "Dynamo's own graph runs: forward and backward together take 10.0 µs by it, and "
+            "20.0 µs as compiled"
+        )
 
 
 def test_after_a_fork_the_parent_s_child_process_is_left_alone(monkeypatch):

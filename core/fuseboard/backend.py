@@ -24,7 +24,6 @@ from fuseboard.original import forward_of, mend_powers
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline import Pipeline
 from fuseboard.profile.ranks import several_ranks
-from fuseboard.report.data import ledger
 from fuseboard.step import whole_step
 from fuseboard.torch_copies import copy_graph
 from fuseboard.torch_state import StateGuard
@@ -256,7 +255,9 @@ class _BackendCall:
         if book is None:
             return compiled
         reports = self.pipeline.chosen
-        return whole_step(compiled, self.graph, self._mutated, self.session, reports, book)
+        return whole_step(
+            compiled, self.graph, self._mutated, self.session, reports, book, self.pipeline.runners
+        )
 
     def guard_overlap(
         self, compiled: Callable[..., Any], example_inputs: Sequence[Any]
@@ -310,8 +311,8 @@ class _BackendCall:
 
     def _note_overlap(self) -> None:
         text = "a call's inputs overlapped as the compiled ones didn't: Dynamo's own graph ran"
-        for report in ledger.graphs():
-            if report.frame.endswith(self.pipeline.frame) and text not in report.notes:
+        for report in (runner.report for runner in self.pipeline.runners):
+            if text not in report.notes:
                 report.notes.append(text)
 
 

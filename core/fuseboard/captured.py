@@ -30,7 +30,7 @@ from fuseboard.partition.stages import has_effects
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.kept_inputs import strided_copy
-from fuseboard.profile.measure import generators_put_back
+from fuseboard.profile.measure import generators_put_back, without_anomaly_mode
 from fuseboard.profile.replays import replayable
 from fuseboard.profile.rewrites import MEMORY_SHARE, peak_bytes
 from fuseboard.profile.rules import reached_by
@@ -113,7 +113,7 @@ class Capture:
 
     def _eager(self, inputs: _Copies) -> dict[str, Any] | BaseException:
         try:
-            with generators_put_back():
+            with generators_put_back(), without_anomaly_mode():
                 return _results(self._dynamos, inputs)
         except CONTAINED as error:  # the user's own, or a limit of eager's
             return _not_of_memory(error)
@@ -125,7 +125,8 @@ class Capture:
             return entry.eager if seed is None else entry.disturbed(seed)
 
         try:
-            with generators_put_back(), all_running(self._entries, how):
+            running = all_running(self._entries, how)
+            with generators_put_back(), without_anomaly_mode(), running:
                 return _results(self._compiled, inputs)
         except CONTAINED as error:
             return _not_of_memory(error)
@@ -187,12 +188,16 @@ class Capture:
             )
 
 
-def give_up(runner: Runner, problem: str) -> None:
-    """Nobody is to call, or to wait for, what was compiled of a graph that isn't Dynamo's."""
+def give_up(runner: Runner, instead: str, problem: str = "") -> None:
+    """Nobody is to call, or to wait for, what was compiled of a graph: Dynamo's own runs.
+
+    :param instead: why, in a sentence.
+    :param problem: of all that was compiled; "" where it is right, and was slower.
+    """
     report = runner.report
     if runner.chooser is not None:
         background.leave(runner.chooser)
-    runner.chooser, report.settled = None, True
+    runner.chooser, report.settled, report.instead = None, True, instead
     report.regions.clear()
     report.nodes[:] = [
         describe_node(node, "eager", "", "Dynamo's own graph runs")
@@ -200,8 +205,11 @@ def give_up(runner: Runner, problem: str) -> None:
         if node.op == "call_function"
     ]
     for candidate in report.candidates:
-        right = candidate.name == "eager"
-        candidate.state, candidate.problem = ("chosen", "") if right else ("failed", problem)
+        if problem:
+            right = candidate.name == "eager"
+            candidate.state, candidate.problem = ("chosen", "") if right else ("failed", problem)
+        elif candidate.state == "chosen" and candidate.name != "eager":
+            candidate.state = "slower"
     emit(report)
 
 

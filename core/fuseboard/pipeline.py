@@ -24,7 +24,7 @@ from fuseboard.contracts import (
 from fuseboard.errors import LoweringError, PluginError, RegionError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.entry import Entry
-from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.lower.failure import CONTAINING, ask, describe, trip
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Program, Site
 from fuseboard.lower.runner import Runner
@@ -50,9 +50,10 @@ from fuseboard.report.nodes import describe_ends
 from fuseboard.report.structured_trace import emit
 from fuseboard.rewriting import Rewriter
 from fuseboard.torch_copies import copy_graph
-from fuseboard.work import Draft, Work, claimed, describe_nodes, placed
+from fuseboard.work import Draft, Work, claimed, describe_node, describe_nodes, placed
 
 _graph_numbers: dict[str, Iterator[int]] = {}
+_call_numbers = itertools.count()
 
 
 class Pipeline:
@@ -65,6 +66,7 @@ class Pipeline:
     def __init__(self, session: Session, frame: str, pins: Pins | None = None) -> None:
         self.session = session
         self.frame = frame
+        self._number = next(_call_numbers)
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
         self.rewriter = Rewriter(session, lambda: self.example_inputs, self._tripped)
@@ -111,7 +113,7 @@ class Pipeline:
         report = self.runners[0].report
         self._tripped(report, "AOTAutograd", "capture", error, "Dynamo's own graph")
         for runner in self.runners:
-            give_up(runner, problem)
+            give_up(runner, "Dynamo's own graph runs: AOTAutograd captured another", problem)
 
     def partition_joint(
         self,
@@ -269,7 +271,12 @@ class Pipeline:
                 if candidate.given is not None:
                     runner.uncompiled = candidate.given.lowered.call
             plans[candidate] = draft.plan
-
+        waiting = "no candidate has been compared yet"
+        report.nodes[:] = [
+            describe_node(node, "eager", "", waiting)
+            for node in work.graph.graph.nodes
+            if node.op == "call_function"
+        ]
         composite = self._composite(work, plans)
 
         def installed(winner: Candidate) -> None:
@@ -374,11 +381,11 @@ class Pipeline:
         self, report: GraphReport, plugin: str, stage: Stage, error: BaseException, instead: str
     ) -> None:
         """Contain a failure that isn't a region's, or raise it if the policy says so."""
-        if decide(self.session, report.name, plugin, stage, error) == "raise":
+        action, who = ask(self.session, report.name, plugin, stage, error)
+        if action == "raise":
             raise RegionError(
                 f"plugin {plugin!r} failed in stage {stage!r} on graph {report.name!r}: "
-                f"{describe(error)}. The policy is on_failure='raise'; 'next' and 'eager' "
-                "contain it."
+                f"{describe(error).rstrip('.')}. Not contained: {who}; {CONTAINING}."
             ) from error
         trip(report, plugin, stage, report.name, error, instead)
 
@@ -388,7 +395,7 @@ class Pipeline:
         number = next(_graph_numbers.setdefault(kind, itertools.count()))
         frame = f"{torch_internals.compile_id()} {self.frame}".strip()
         backends = tuple(info.name for info in self.session.backends)
-        report = GraphReport(name=f"{kind}{number}", kind=kind, frame=frame, backends=backends)
+        report = GraphReport(f"{kind}{number}", kind, frame, self._number, backends)
         report.left_out.update(self.session.left_out())
         report.notes.extend(self.session.notes)
         report.trips.extend(self._at_capture.trips)

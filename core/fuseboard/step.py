@@ -24,10 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from fuseboard import torch_internals
 from fuseboard.board import Session
+from fuseboard.captured import give_up
 from fuseboard.contracts import Event, Measurement
 from fuseboard.errors import CONTAINED, ContractError, RegionError
 from fuseboard.lower.copies import Kept
-from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.lower.failure import CONTAINING, ask, describe, trip
+from fuseboard.lower.runner import Runner
 from fuseboard.lower.spare_memory import free_bytes
 from fuseboard.lower.specialise import compiling
 from fuseboard.original import forward_of
@@ -35,9 +37,11 @@ from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.profile import background
 from fuseboard.profile.book import Book
 from fuseboard.profile.choose import choose
+from fuseboard.profile.costs import CandidateCost
 from fuseboard.profile.kept_inputs import strided_copy
-from fuseboard.profile.measure import generators_put_back
+from fuseboard.profile.measure import generators_put_back, without_anomaly_mode
 from fuseboard.profile.ranks import several_ranks
+from fuseboard.report.choices import duration, size
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.report.structured_trace import emit
 from fuseboard.torch_allocator import peak_bytes
@@ -57,6 +61,7 @@ def whole_step(
     session: Session,
     reports: Mapping[str, GraphReport],
     book: Book,
+    runners: Sequence[Runner],
 ) -> Run:
     """What runs the calls of a training graph, or of an inference graph.
 
@@ -65,6 +70,7 @@ def whole_step(
     :param reports: of the ``inference`` graph, or of the ``forward`` and, once it is compiled, the
         ``backward`` graph, where they are chosen by measurement.
     :param book: where the decision is kept.
+    :param runners: of the graphs that are compiled; the backward's comes later.
     """
     if session.eager_is_fallback_only or several_ranks() or _is_special(graph):
         return compiled
@@ -75,9 +81,10 @@ def whole_step(
         if decision.winner == EAGER:
             report = _first(reports)
             report.notes.append(f"{_RUNS[report.kind]}, as the cost database has it")
+            _tell_dynamos_runs(report.kind, _times(decision.candidates), runners)
             return forward_of(graph)
         return compiled
-    step = _Undecided(compiled, graph, mutated, session, reports, book)
+    step = _Undecided(compiled, graph, mutated, session, reports, book, runners)
 
     def run(*args: Any) -> Any:
         return step.call(*args)
@@ -110,6 +117,9 @@ _RUNS = {
     "inference": "calls run as Dynamo's own graph",
 }
 
+#: What the times are of.
+_SUBJECTS = {"forward": "forward and backward together", "inference": "whole calls"}
+
 
 class _Undecided:
     """Runs what was compiled until a call can decide.
@@ -125,6 +135,7 @@ class _Undecided:
         session: Session,
         reports: Mapping[str, GraphReport],
         book: Book,
+        runners: Sequence[Runner],
     ) -> None:
         self.call: Run = self._watch
         self._compiled = compiled
@@ -135,6 +146,7 @@ class _Undecided:
         self._report = _first(reports)
         self._training = self._report.kind == "forward"
         self._book = book
+        self._runners = runners
         self._lock = threading.Lock()
 
     def _watch(self, *args: Any) -> Any:
@@ -168,7 +180,12 @@ class _Undecided:
         tripped = self._trips()
         written: list[int] = []
         try:
-            with compiling, background.worker.paused(), generators_put_back():
+            with (
+                compiling,
+                background.worker.paused(),
+                generators_put_back(),
+                without_anomaly_mode(),
+            ):
                 watch = Kept(args).watch()
                 try:
                     measured, peaks = self._measure(args)
@@ -189,8 +206,11 @@ class _Undecided:
         self._book.record(winner, rows, settled=True)
         report.notes.append(_told(report.kind, winner, rows))
         self._session.notify(Event("choose", report.name, 0.0, {"winner": winner, "whole": True}))
-        emit(report)
-        return self._eager if winner == EAGER else self._compiled
+        if winner == COMPILED:
+            emit(report)
+            return self._compiled
+        _tell_dynamos_runs(report.kind, _times(rows), self._runners)
+        return self._eager
 
     def _give_up(self, written: Sequence[int]) -> Run:
         """Dynamo's own graph runs: something wrote to the user's tensors, which was undone.
@@ -206,11 +226,14 @@ class _Undecided:
             others = ", or another one did," if len(backends) > 1 else ""
             problem = f"it wrote{others} to the inputs {list(written)} of a call that was timed"
             error = ContractError(backend, "fuseboard_lower", problem)
-            if decide(session, report.name, backend, "profile", error) == "raise":
-                raise RegionError(str(error)) from error
+            action, who = ask(session, report.name, backend, "profile", error)
+            if action == "raise":
+                raise RegionError(f"{error}. Not contained: {who}; {CONTAINING}.") from error
             trip(report, backend, "profile", report.name, error, "Dynamo's own graph")
         failed = CandidateReport(COMPILED, "failed", problem=describe(error))
         self._book.record(EAGER, [failed], settled=True)
+        for runner in self._runners:
+            give_up(runner, "Dynamo's own graph runs, since its inputs were written to", str(error))
         return self._eager
 
     def _trips(self) -> int:
@@ -282,12 +305,30 @@ def _why_no_room(written: Sequence[torch.Tensor]) -> str:
     return ""
 
 
+def _times(rows: Sequence[CandidateReport | CandidateCost]) -> dict[str, float]:
+    """What the two took, in microseconds."""
+    return {row.name: row.latency_us for row in rows if row.latency_us is not None}
+
+
 def _told(kind: str, winner: str, rows: Sequence[CandidateReport]) -> str:
-    times = " and ".join(f"{1e-3 * (row.latency_us or 0.0):.2f} ms {row.name}" for row in rows)
+    us = _times(rows)
     peaks = [row.peak_bytes for row in rows]
     more = ""
     if None not in peaks:
-        more = ", with peaks of " + " and ".join(f"{(peak or 0) / 2**20:.1f} MiB" for peak in peaks)
-    subject = "forward and backward together" if kind == "forward" else "whole calls"
-    what = _RUNS[kind] if winner == EAGER else "what was compiled runs"
-    return f"{subject} take {times} (Dynamo's own graph){more}: {what}"
+        more = ", with peaks of " + " and ".join(size(peak or 0) for peak in peaks)
+    text = f"{_SUBJECTS[kind]} take {duration(us[COMPILED])} as compiled and {duration(us[EAGER])} "
+    text += f"as Dynamo's own graph{more}: "
+    if winner == EAGER:
+        return text + _RUNS[kind]
+    close = us[EAGER] < us[COMPILED]
+    return text + "what was compiled runs" + (", which is close enough" if close else "")
+
+
+def _tell_dynamos_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runner]) -> None:
+    """In the report of each graph: none of what was compiled of it runs."""
+    instead = "Dynamo's own graph runs"
+    if us.keys() >= {COMPILED, EAGER}:
+        times = f"{duration(us[EAGER])} by it, and {duration(us[COMPILED])} as compiled"
+        instead += f": {_SUBJECTS[kind]} take {times}"
+    for runner in runners:
+        give_up(runner, instead)

@@ -17,7 +17,7 @@ from fuseboard.contracts import BackendInfo, LoweredRegion, Region
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.artifacts import Artifact, Key, Store, store_at
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
-from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.failure import contained, trip
 from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import Crash, lower_in_child, make_request
 from fuseboard.partition.signature import signature
@@ -201,8 +201,7 @@ class Cache:
         except (PluginError, LoweringError) as error:
             if store is not None and path is not None:
                 store.set_aside(path, f"{region.backend} couldn't load it")
-            if decide(self._session, region.name, region.backend, "lower", error) == "raise":
-                raise region_error(region, "lower", error) from error
+            contained(self._session, region, "lower", error)
             instead = f"{region.backend}, lowered again"
             trip(self._report, region.backend, "lower", region.name, error, instead, region.source)
             return None

@@ -11,22 +11,50 @@ from fuseboard.report.data import GraphReport
 
 log = logging.getLogger("fuseboard")
 
+#: What to do about a failure that is raised.
+CONTAINING = "'next' and 'eager' contain it"
 
-def decide(
+
+def ask(
     session: Session, region: str, plugin: str, stage: Stage, error: BaseException
-) -> FailureAction:
+) -> tuple[FailureAction, str]:
     """Ask the failure hook; the setting ``on_failure`` answers where no plugin does.
 
     It answers, too, where the plugin that was asked fails itself.
+
+    :returns: what follows, and who says so, for a message.
     """
     try:
-        _, action = session.first(
+        who, action = session.first(
             "fuseboard_on_failure", region=region, plugin=plugin, stage=stage, error=error
         )
     except PluginError as problem:
         log.warning("%s: %s; the setting on_failure decides", region, problem)
-        action = session.settings.on_failure
-    return action  # type: ignore[no-any-return]
+        who, action = "settings", session.settings.on_failure
+    if who == "settings":
+        origin = session.settings.origin("on_failure")
+        return action, f"the policy is on_failure={action!r}, set in {origin}"
+    return action, f"the hook fuseboard_on_failure of {who!r} answered {action!r}"
+
+
+def decide(
+    session: Session, region: str, plugin: str, stage: Stage, error: BaseException
+) -> FailureAction:
+    """What follows a failure; see :func:`ask`."""
+    return ask(session, region, plugin, stage, error)[0]
+
+
+def contained(
+    session: Session, region: Region, stage: Stage, error: BaseException
+) -> FailureAction:
+    """What follows a region's failure: another backend, or eager.
+
+    :raises RegionError: the policy is to raise; chained to the error.
+    """
+    action, who = ask(session, region.name, region.backend, stage, error)
+    if action == "raise":
+        raise region_error(region, stage, error, f"{who}; {CONTAINING}") from error
+    return action
 
 
 def trip(
@@ -57,15 +85,13 @@ def describe(error: BaseException | str) -> str:
     return " ".join(text.split())[:500]
 
 
-def region_error(
-    region: Region,
-    stage: Stage,
-    error: BaseException,
-    why: str = "the policy is on_failure='raise'; 'next' and 'eager' contain it",
-) -> RegionError:
-    """The exception for a failure that isn't contained; the caller chains it to ``error``."""
+def region_error(region: Region, stage: Stage, error: BaseException, why: str) -> RegionError:
+    """The exception for a failure that isn't contained; the caller chains it to ``error``.
+
+    :param why: it isn't.
+    """
     source = f", from {region.source}" if region.source else ""
     return RegionError(
         f"plugin {region.backend!r} failed in stage {stage!r} on region {region.name!r}{source}: "
-        f"{describe(error)}. Not contained: {why}."
+        f"{describe(error).rstrip('.')}. Not contained: {why}."
     )

@@ -23,7 +23,7 @@ from fuseboard.lower.checked import CheckedPrepare
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.failure import contained, region_error, trip
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.specialise import Specialised
@@ -196,9 +196,10 @@ class Lowering:
                 if self.strict:
                     raise
                 following = candidates[position + 1 :]
-                action = decide(self.session, region.name, backend, "lower", error)
-                if action == "raise" or not following:
-                    raise region_error(attempt, "lower", error) from error
+                action = contained(self.session, attempt, "lower", error)
+                if not following:
+                    why = "eager is what all else falls back to"
+                    raise region_error(attempt, "lower", error, why) from error
                 if action == "eager":
                     del candidates[position + 1 : -1]
                 instead = candidates[position + 1]

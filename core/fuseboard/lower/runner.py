@@ -19,12 +19,12 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Region, Stage
-from fuseboard.errors import CONTAINED, ContractError, NotEnoughMemory, WrongValues
+from fuseboard.errors import CONTAINED, NotEnoughMemory, WrongValues
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.entry import Entry
-from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.failure import contained, describe, region_error, trip
 from fuseboard.lower.lowering import Lowered
 from fuseboard.lower.program import WITHOUT, Board, Program, Site
 from fuseboard.lower.sizes import bucket_source
@@ -34,6 +34,8 @@ from fuseboard.partition.stages import has_effects
 from fuseboard.profile.reference import replayable
 from fuseboard.profile.verify import shares_storage
 from fuseboard.report.data import GraphReport
+from fuseboard.report.instead import choose_eager, graph_runs_in_eager, regions_run_in_eager
+from fuseboard.report.words import first
 from fuseboard.torch_profiler import Spanned
 
 
@@ -90,11 +92,6 @@ class Runner:
             else:
                 proofs = proofs or Proofs(again=self._every is not None)
                 self._run(program.checked(self, self._cloned, proofs))
-
-    def run_uncompiled(self) -> None:
-        """Run the graph in eager from the next call on."""
-        with self.lock:
-            self._run(self.uncompiled)
 
     def interrupt(self, call: Boxed | None) -> None:
         """Let calls go to ``call`` instead, until it is taken back with None."""
@@ -201,23 +198,35 @@ class Runner:
         if not 0 <= number < len(lowered):
             raise error
         region = lowered[number].region
-        if region.backend == "eager" and isinstance(error, ContractError):
+        if region.backend == "eager":
             self._run_as_captured(region, error)
         else:
             self._contain(lowered[number], error, "eager")
         return results
 
-    def _run_as_captured(self, region: Region, error: ContractError) -> None:
-        """After a region of eager's whose results aren't those that torch's fake values tell.
+    def _run_as_captured(self, region: Region, error: BaseException) -> None:
+        """After a region of eager's failed, though the graph as a whole runs in eager.
 
-        They are right, but other regions were compiled for the fake ones.
+        Its results aren't those that torch's fake values tell: they are right, but other regions
+        were compiled for the fake ones. Or it raised, on what other regions made of its inputs.
+
+        :raises RegionError: the policy is to raise.
         """
-        if decide(self.session, region.name, region.backend, "run", error) == "raise":
-            raise region_error(region, "run", error) from error
+        contained(self.session, region, "run", error)
         with self.lock:
             instead = "the whole graph in eager, as captured"
             trip(self.report, region.backend, "run", region.name, error, instead, region.source)
+            self.give_up(f"the whole graph runs in eager, since {region.name} tripped", error)
+
+    def give_up(self, why: str, error: BaseException | None = None) -> None:
+        """Run the graph as captured in eager from now on.
+
+        :param error: of the candidate that was chosen.
+        """
+        with self.lock:
             self._run(self.entry.eager)
+            graph_runs_in_eager(self.report, why)
+            choose_eager(self.report, why, describe(error) if error else "")
 
     def blame(
         self,
@@ -241,13 +250,11 @@ class Runner:
     def _contain(self, lowered: Lowered, error: BaseException, instead: str) -> None:
         """Run what failed, and all that shares its code, in eager from now on.
 
-        :raises RegionError: the policy is to raise, or it was eager that failed.
+        :raises RegionError: the policy is to raise.
         """
         region = lowered.region
         stage: Stage = "profile" if isinstance(error, WrongValues) else "run"
-        action = decide(self.session, region.name, region.backend, stage, error)
-        if action == "raise" or any(s.is_eager for s in self._sites_of(lowered)):
-            raise region_error(region, stage, error) from error
+        contained(self.session, region, stage, error)
         with self.lock:
             sites = self.program.sites
             failed = self._sites_of(lowered)
@@ -258,8 +265,27 @@ class Runner:
                 own = replace(site.lowered.region, backend="eager")
                 call = boxed_function(own.graph, f"{own.name}.eager")
                 site.lowered = Lowered(own, call, call, tuple(range(len(site.cut.inputs))))
-                site.is_dynamo_graph = False
+            names = {site.lowered.region.name for site in failed}
+            regions_run_in_eager(self.report, names, f"{region.backend} tripped in a call")
+            self.tell_what_tripped(error)
             self.install(Program(self.board, sites))
+
+    def tell_what_tripped(self, error: BaseException | None = None) -> None:
+        """Tell with the choice which of its regions run in eager since they failed in a call.
+
+        :param error: the latest failure.
+        """
+        sites = self.program.sites
+        gone = [site for site in sites if site.lowered.region.backend != site.cut.backend]
+        if not gone:
+            return
+        backends = ", ".join(dict.fromkeys(site.cut.backend for site in gone))
+        if all(site.lowered.region.backend == "eager" for site in sites):
+            instead = f"eager runs in place of {backends}, which was chosen and tripped in a call"
+            choose_eager(self.report, instead, describe(error) if error else "")
+        else:
+            names = first([site.lowered.region.name.rpartition(".")[2] for site in gone])
+            self.report.instead = f"eager runs {names} since {backends} tripped there in a call"
 
     def _sites_of(self, lowered: Lowered) -> list[Site]:
         """Where the program calls some code, none if another thread has replaced it."""

@@ -24,7 +24,7 @@ from fuseboard.errors import CONTAINED
 from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.failure import contained, trip
 from fuseboard.lower.sizes import size_sources
 from fuseboard.lower.static import StaticGraph, with_sizes
 from fuseboard.lower.weights import WeightSets, any_version, run_prepare
@@ -213,11 +213,13 @@ class Specialised:
         :raises RegionError: the policy is to raise.
         """
         region, label = self._region, self._label(key)
-        if decide(self._session, region.name, region.backend, stage, error) == "raise":
-            raise region_error(region, stage, error) from error
+        contained(self._session, region, stage, error)
         instead = f"eager where {label}"
         trip(self._report, region.backend, stage, region.name, error, instead, region.source)
         self._table[key] = self._eager
+        told = self._region_report
+        told.specialised[:] = [sizes for sizes in told.specialised if sizes != label]
+        told.notes.append(f"eager runs where {label}, since {region.backend} tripped")
 
     def _note_limit(self, limit: int) -> None:
         text = (

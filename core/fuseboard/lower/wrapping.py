@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fuseboard.board import Session
 from fuseboard.contracts import LoweredRegion, Region, Stage
 from fuseboard.errors import LoweringError, PluginError
-from fuseboard.lower.failure import decide, region_error, trip
+from fuseboard.lower.failure import contained, trip
 from fuseboard.report.data import GraphReport, RegionReport
 
 
@@ -53,9 +53,7 @@ def _failed(
     """What records a failure of a wrapper, or raises it."""
 
     def failed(stage: Stage, error: BaseException) -> None:
-        if decide(session, region.name, plugin, stage, error) == "raise":
-            blamed = dataclasses.replace(region, backend=plugin)
-            raise region_error(blamed, stage, error) from error
+        contained(session, dataclasses.replace(region, backend=plugin), stage, error)
         trip(report, plugin, stage, region.name, error, instead, region.source)
 
     return failed

@@ -109,6 +109,8 @@ class Candidate:
 
     def drop(self, state: str, problem: str = "") -> None:
         """Let go of what was lowered."""
+        if self.told.problem and not problem:  # it failed in a call since it was chosen
+            state, problem = "failed", self.told.problem
         self.told.state, self.told.problem = state, problem
         self.told.notes[:] = dict.fromkeys(note for one in self.regions for note in one.notes)
         self.program = self.given = None

@@ -118,6 +118,11 @@ def generators_put_back() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if started else [])
 
 
+def without_anomaly_mode() -> AbstractContextManager[Any]:
+    """torch's anomaly mode off for the block: it would print the user's error for each trial."""
+    return torch.autograd.set_detect_anomaly(False)
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     was_on = gc.isenabled()

@@ -21,7 +21,7 @@ from fuseboard.errors import CONTAINED, NotEnoughMemory, RegionError
 from fuseboard.lower.caching import Token
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.copies import Kept
-from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.lower.failure import CONTAINING, ask, decide, describe, trip
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.runner import Runner
 from fuseboard.lower.specialise import compiling
@@ -398,15 +398,18 @@ class Tuner:
         proofs = Proofs(False, strides=not candidate.proven, inputs=inputs, again=again)
         self._runner.install(candidate.program, proofs)
         self._tell_whether_settled()
+        self._report.instead = ""
         self._installed(candidate)
+        self._runner.tell_what_tripped()
         self._session.notify(
             Event("choose", self.name, 0.0, {"winner": candidate.name, "settled": self.settled})
         )
 
     def _run_eager(self) -> None:
         """No candidate is right: the captured graph runs op by op."""
-        self._runner.run_uncompiled()
         self._report.notes.append("no candidate is right on this call: eager runs the graph")
+        self._chosen = None
+        self._runner.give_up("no candidate was right: eager runs")
         emit(self._report)
 
     def _failed(self, candidate: Candidate, stage: Stage, error: BaseException) -> None:
@@ -420,10 +423,11 @@ class Tuner:
         instead = "eager" if others in ([], ["eager"]) else "the other candidates"
         plugin = getattr(error, "plugin", "") or candidate.cuts[0].backend
         candidate.drop("failed", describe(error))
-        if decide(self._session, self.name, plugin, stage, error) == "raise":
+        action, who = ask(self._session, self.name, plugin, stage, error)
+        if action == "raise":
             raise RegionError(
                 f"candidate {candidate.name!r} of graph {self.name!r} failed in stage {stage!r}: "
-                f"{describe(error)}. Not contained: the policy is on_failure='raise'."
+                f"{describe(error).rstrip('.')}. Not contained: {who}; {CONTAINING}."
             ) from error
         source = next((s for r in candidate.regions for s in r.sources), "")
         trip(self._report, plugin, stage, self.name, error, instead, source)

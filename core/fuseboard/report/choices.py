@@ -79,7 +79,9 @@ def problem(graph: GraphReport, told: CandidateReport) -> str:
 
 
 def why(graph: GraphReport) -> str:
-    """Why the winner won, in one sentence; "" where nothing was compared."""
+    """What runs and why, in one sentence; "" where nothing was compared."""
+    if graph.instead:
+        return graph.instead
     winner = chosen(graph)
     if winner is None:
         return "no candidate was right: eager runs" if _all_failed(graph) else ""

@@ -131,12 +131,16 @@ class GraphReport:
     :ivar name: such as ``inference0``; counts up through the process.
     :ivar frame: Dynamo's compile id and the user's function, such as
         ``0/1 Net.forward (model.py:10)``.
+    :ivar call: the number of the backend's call that it belongs to: a joint graph, its forward and
+        its backward share it.
     :ivar backends: the backends in order of priority.
     :ivar nodes: the ops in graph order; none of a joint graph, which is only split.
     :ivar outputs: names of the nodes and inputs that it returns, each once.
     :ivar seconds: stage → wall-clock seconds.
     :ivar candidates: under the policy ``measured``, in order of preference.
     :ivar decided: how the choice among them was made, in words; "" where there was none.
+    :ivar instead: what runs now that something of the chosen one failed in a call, or that the
+        graph as a whole lost to Dynamo's own; in a sentence. "" where the chosen one runs.
     :ivar settled: no candidate waits to be tried.
     :ivar left_out: installed backends that had no part in it → why.
     """
@@ -144,9 +148,11 @@ class GraphReport:
     name: str
     kind: GraphKind
     frame: str = ""
+    call: int = 0
     backends: tuple[str, ...] = ()
     candidates: list[CandidateReport] = field(default_factory=list)
     decided: str = ""
+    instead: str = ""
     settled: bool = True
     left_out: dict[str, str] = field(default_factory=dict)
     inputs: list[InputReport] = field(default_factory=list)

@@ -90,15 +90,8 @@ def last_report() -> Explanation:
 
     Where Dynamo broke the graph isn't known afterwards; :func:`explain` watches for that.
     """
-    found: list[GraphReport] = []
     graphs = ledger.graphs()
-    for graph in reversed(graphs):
-        if graph.frame == graphs[-1].frame:
-            found.append(graph)
-            if graph.kind in ("inference", "joint"):  # what a compile begins with
-                break
-    found.reverse()
-    return Explanation(found)
+    return Explanation([graph for graph in graphs if graph.call == graphs[-1].call])
 
 
 @contextmanager
