@@ -6,13 +6,30 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from typer.main import get_command
 
 import fuseboard
-from fuseboard import hookspecs
+from fuseboard import contracts, errors, hookspecs
 from fuseboard.config import RawSource, check
+from fuseboard.partition import repeats
+from fuseboard.profile import (
+    composite,
+    measure,
+    parting,
+    ranks,
+    reference,
+    rewrites,
+    same_results,
+    sampling,
+    values,
+)
+from fuseboard.profile import session as sampler
+from fuseboard.profile.costs import CostDatabase as database
+from fuseboard.report import data
+from fuseboard.testing import compare
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {
@@ -27,6 +44,8 @@ DOCUMENTS = {
     ]
 }
 HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("fuseboard_"))
+#: Numbers that the documents write out.
+WORDS = {2: "twice", 3: "three", 5: "five", 10: "ten"}
 IMPLEMENTED = re.compile(r"^\s*@(?:fuseboard\.)?hookimpl\b.*\n\s*def (fuseboard_\w+)", re.M)
 
 
@@ -94,6 +113,113 @@ def test_commands_of_the_documents_exist():
     assert told == commands
 
 
+#: Document → sentences of it that have numbers, with the code's.
+NUMBERS = {
+    "docs/verification.md": [
+        f"Each element is within **{values.WORST_FACTOR:g} E** of float64, plus a floor: "
+        f"**{values.FLOOR_UNITS:g}** units in the last place of the element and "
+        f"**{values.LEVEL_UNITS:g}** of the output's root mean square (half types: "
+        f"{values.FLOOR_UNITS_HALF:g} and {values.LEVEL_UNITS_HALF:g})",
+        f"eager has {values.MANY_EXACT} or more elements and all of them exactly",
+        f"the floor is {values.EXACT_UNITS:g} units of the element",
+        f"is within **{values.RMSE_FACTOR:g} times** eager's ({values.RMSE_FACTOR_WIDE:g} times "
+        f"for half types and under {values.FEW_ELEMENTS} elements), plus "
+        f"**{values.RMSE_UNITS:g}** units of the output's root mean square "
+        f"({values.RMSE_UNITS_HALF:g} for half types)",
+        f"Under {values.TOO_FEW_ELEMENTS} elements it is left out",
+        f"eager is run {WORDS[reference.DISTURBED_RUNS]} more times",
+        f"**{values.DISTURBED_FACTOR:g} D** is allowed as well, or "
+        f"{values.DISTURBED_FACTOR:g} times the largest *relative* distance",
+        f"one in {values.MISMATCH_SHARE:,}",
+        f"{parting.MAX_TRIES} parts or {parting.BUDGET_S:g} seconds at most",
+        f"taken to be {same_results._ROUNDINGS:g} units in the last place of the largest element, "
+        f"so {WORDS[values.WORST_FACTOR]} times that is allowed",
+        f"up to {WORDS[same_results._DISTURBED_RUNS]} times with roundings disturbed",
+        f"less free memory than {WORDS[1 / rewrites.MEMORY_SHARE]} what both take",
+    ],
+    "docs/choice.md": [
+        f"(longer, up to {WORDS[measure.PATIENCE]} times, where each has had less than "
+        f"{WORDS[measure.FEW_ROUNDS]} turns)",
+        f"where calls take under {composite.WORTH_US / 1e3:g} ms",
+        f"where a graph has over {composite.MAX_KINDS} kinds of pieces",
+    ],
+    "docs/costs.md": [
+        f"locked for more than {database.__init__.__kwdefaults__['wait_s']:g} seconds",
+        f"it is tried every {database.__init__.__kwdefaults__['retry_s']:g} seconds",
+        f"the others raise after {WORDS[ranks.WAIT_S / 60]} minutes",
+    ],
+    "docs/design.md": [
+        f"where at least {repeats.MIN_SAVED_NODES} nodes are saved and the cuts are estimated to "
+        f"cost less than {100 * repeats.MAX_SLOWDOWN:g}% of a call",
+        f"the report remembers the last {data.REMEMBERED_GRAPHS} graphs",
+    ],
+    "docs/plugins.md": [
+        f"each has {WORDS[sampler.METHOD_LIMIT_S]} seconds",
+        f"in outputs of under {compare.FEW_ELEMENTS} elements",
+    ],
+    "docs/profiling.md": [
+        f"from {sampling.FASTEST_S:g} to {sampling.SLOWEST_S:g}:",
+        f"{sampler.START_TRIES * sampler.POLL_S:g} s at most",
+    ],
+}
+
+
+@pytest.mark.parametrize("document", sorted(NUMBERS))
+def test_numbers_of_the_documents_are_those_of_the_code(document):
+    """Limits that a document tells are the constants that hold."""
+    text = " ".join(DOCUMENTS[document].split())
+    for sentence in NUMBERS[document]:
+        assert sentence in text, sentence
+
+
+def test_events_are_those_that_the_contract_lists():
+    """``Event`` names each in its docstring; the type of ``name`` holds those who notify."""
+    (listed,) = re.findall(r":ivar name: (.*?):ivar", contracts.Event.__doc__ or "", re.S)
+    assert re.findall(r"``(\w+)``", listed) == list(get_args(contracts.EventName))
+    assert get_type_hints(contracts.Event)["name"] == contracts.EventName
+
+
+def test_the_tree_of_exceptions_is_the_modules():
+    """Drawn at the top of ``errors.py``: every class there, below the one it is derived from."""
+    path: list[str] = []
+    drawn = {}
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"([│├└─ ]*)([A-Z]\w*[A-Z]\w+)( |$)", line):
+            del path[len(found[1]) // 4 :]
+            drawn[found[2]] = path[-1] if path else "Exception"
+            path.append(found[2])
+    defined = {
+        name: value.__base__.__name__
+        for name, value in vars(errors).items()
+        if isinstance(value, type)
+    }
+    assert drawn == defined
+
+
+def test_the_layout_lists_the_modules_of_core():
+    """Each module and package of core has its line in the design, and each line is one of them."""
+    (tree,) = re.findall(
+        r"^```\ncore/fuseboard/\n(.*?)^plugins/", DOCUMENTS["docs/design.md"], re.M | re.S
+    )
+    listed = set(re.findall(r"^[├└]── (\S+)", tree, re.M))
+    core = ROOT / "core" / "fuseboard"
+    there = {path.name for path in core.glob("*.py")}
+    there |= {f"{path.parent.name}/" for path in core.glob("*/__init__.py")}
+    assert listed == there
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
+def test_files_that_a_document_names_exist(document):
+    """A path in backquotes or a command is one from the project's root, from core or from here."""
+    text = DOCUMENTS[document]
+    named = set(re.findall(r"\b(?:tests|examples|docs|core|plugins)/[\w./]*\w", text))
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    named |= {n for n in re.findall(r"`([\w./-]+)`", prose) if re.search(r".+/.*(/|\.py)$|/$", n)}
+    homes = [ROOT, ROOT / "core", ROOT / "core" / "fuseboard", (ROOT / document).parent]
+    missing = {n for n in named if not any((home / n).exists() for home in homes)}
+    assert missing == set()
+
+
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
 def test_links_lead_somewhere(document):
     """A relative link names a file of the project."""
@@ -118,8 +244,13 @@ def test_names_in_the_documents_are_public(document):
     assert set(named) <= {*fuseboard.__all__, "testing"}
 
 
-def test_the_guide_for_authors_runs(tmp_path, capsys):
-    """The guide's Python blocks, one after the other, are a program that works."""
+def test_the_guide_for_authors_runs(tmp_path, capsys, monkeypatch):
+    """The guide's Python blocks, one after the other, are a program that works as it is told to.
+
+    Under default settings, as its reader runs it.
+    """
+    monkeypatch.delenv("FUSEBOARD_POLICY")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
     program = tmp_path / "guide.py"
     program.write_text("\n".join(blocks("docs/plugins.md", "python")))
     runpy.run_path(str(program))
@@ -127,3 +258,4 @@ def test_the_guide_for_authors_runs(tmp_path, capsys):
     assert re.search(r"aten\.mul\.Tensor +chains ", printed)
     assert re.search(r"aten\.sigmoid\.default +eager .*is neither mul nor add", printed)
     assert "name='mul+add'" in printed
+    assert re.search(r"^[1-9]\d* .*'wrapped by counted'", printed, re.M)

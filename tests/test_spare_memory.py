@@ -143,7 +143,7 @@ def test_by_priority_its_regions_run_in_eager(free):
                 assert_same(fn(model.inputs()), model(model.inputs()))
     (trip,) = all_trips()
     assert "prepare_memory" in trip.error
-    assert [region.hoisted for region in last_graph().regions] == [1]
+    assert [(r.backend, r.hoisted) for r in last_graph().regions] == [("eager", 0)]
 
 
 def test_where_failures_are_raised_so_is_this(free):

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fuseboard.profile.sampling_result import RegionShare, SampledProfile
     from fuseboard.report.data import GraphReport
     from fuseboard.report.explain import Explanation, explain, last_report
+    from fuseboard.torch_internals import real_tensors
 
 _HOMES = {
     "fuseboard.board": ("register", "unregister"),
@@ -118,6 +119,7 @@ _HOMES = {
     "fuseboard.profile.sampling_result": ("RegionShare", "SampledProfile"),
     "fuseboard.report.data": ("GraphReport",),
     "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
+    "fuseboard.torch_internals": ("real_tensors",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -173,6 +175,7 @@ __all__ = [
     "measure_memory",
     "memory_budget",
     "prefer",
+    "real_tensors",
     "refresh",
     "register",
     "settings",

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 GraphKind = Literal["joint", "forward", "backward", "inference"]
+EventName = Literal["fuse", "plan", "lower", "choose", "graph"]
 Stage = Literal["capture", "claim", "plan", "fuse", "partition", "lower", "profile", "run"]
 FailureAction = Literal["raise", "next", "eager"]
 #: The numbers that eager draws from the same seed, or whichever are fastest.
@@ -238,14 +239,19 @@ class Trip:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened during a compile, for observers.
+    """Something that happened to a graph, for observers.
 
-    :ivar name: ``fuse`` (graph-level), ``plan``, ``lower`` (one region) or ``graph`` (all done).
-    :ivar seconds: what it took.
-    :ivar details: numbers and names, by event.
+    :ivar name: ``fuse`` (the graph as a whole was rewritten), ``plan``, ``lower`` (one region, or
+        one combination of its sizes), ``choose`` (what runs from now on, once candidates were
+        compared) or ``graph`` (compiled, as far as that is done before a call).
+    :ivar seconds: what it took; 0 where that isn't measured.
+    :ivar details: numbers and names, by event: ``offered`` of ``fuse``, ``regions`` of ``plan``,
+        ``region`` and ``backend`` (and ``sizes``) of ``lower``, ``kind`` and ``trips`` of
+        ``graph``; of ``choose`` the ``winner`` with ``settled``, or with ``whole`` where it is of
+        whole calls.
     """
 
-    name: str
+    name: EventName
     graph: str
     seconds: float = 0.0
     details: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""Every exception that fuseboard raises on purpose.
+"""The exceptions that fuseboard raises on purpose.
+
+Those of one command or tool are defined beside it, below :class:`FuseboardError` as well.
 
 FuseboardError
 ├── SettingsError        a setting is unknown, mistyped, or names something that isn't there

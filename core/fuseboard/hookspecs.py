@@ -1,8 +1,10 @@
 """Every hook, in stage order: the contract with plugin authors.
 
 A plugin is a module (or object) with functions marked ``@fuseboard.hookimpl``, named by an entry
-point of group ``fuseboard``. All hooks run at compile time. An implementation may leave out
-arguments that it doesn't need. What a hook returns is checked against the annotation here; an
+point of group ``fuseboard``. Hooks are called while graphs are compiled, verified and compared,
+which may be in a call; a call of a graph that has settled calls none, unless it fails or the
+setting ``verify`` wants it checked. An implementation may leave out arguments that it doesn't need.
+What a hook returns is checked against the annotation here; an
 answer of another type is a :class:`~fuseboard.errors.ContractError` that names plugin and hook.
 """
 
@@ -61,7 +63,7 @@ def fuseboard_backend() -> BackendInfo | None:
 def fuseboard_decompositions(
     kind: GraphKind, options: Any, random: Random
 ) -> dict[Any, Callable[..., Any]] | None:
-    """Name the ops to decompose before ``kind`` graphs reach this backend.
+    """Name the ops to decompose before regions of ``kind`` graphs reach this backend.
 
     A region is retraced under its backend's table if it holds an op of it. Inference graphs are
     captured without any; joint ones at the level of the first backend in order that trains. With
@@ -150,9 +152,16 @@ def fuseboard_plan(
 def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion | None:
     """Compile one region, or return None to decline it after all.
 
-    Called once per signature, on the plugin that the plan chose, after its fusions and with
-    constants hoisted. ``inputs`` are fake tensors and SymInts in placeholder order; the tracing
-    context is active, so guards are recorded.
+    Called once per signature for each candidate that holds such a region, on the plugin that the
+    plan chose, after its fusions and with constants hoisted; and on parts of a region, where its
+    values were wrong and the first op to blame is looked for. ``inputs`` are fake tensors and
+    SymInts in placeholder order; where sizes are symbolic the tracing context is active, so guards
+    are recorded. A fake mode is active in most calls and not in all of them, since backwards and
+    further candidates are lowered later: :func:`fuseboard.real_tensors` leaves it.
+
+    The graph has placeholders, calls of functions, ``get_attr`` nodes (constants, which are real
+    tensors, and the graphs that ops such as ``cond`` hold) and an output. After a decomposition
+    it holds ops that no claim was asked about. ``docs/plugins.md`` has the rules for results.
 
     :raises LoweringError: the plugin claimed the region but can't compile it.
     """
@@ -182,8 +191,9 @@ def fuseboard_wrap(
 ) -> LoweredRegion | None:
     """Put something around a region that another backend lowered, such as a CUDA graph.
 
-    Called once per signature, right after ``fuseboard_lower``, on every plugin that implements it,
-    in order; each is given what the one before it made. The region keeps its backend.
+    Called for each region, those that share lowered code included, right after ``fuseboard_lower``
+    or ``fuseboard_load``, on every plugin that implements it, in order; each is given what the one
+    before it made. The region keeps its backend.
     ``region.graph`` is the graph that was lowered and must not be changed; its placeholders are the
     inputs of ``lowered.call``, whose contract holds for the answer's call as well. ``options`` are
     this plugin's own. ``tell`` may be called at any time, in calls of the region too: a text
@@ -240,9 +250,10 @@ def fuseboard_verify(
 def fuseboard_measure(
     calls: Sequence[Callable[[], Any]], budget_s: float
 ) -> list[Measurement] | None:
-    """Time calls in turn (never one after the other's end) within ``budget_s`` seconds.
+    """Time calls in turn (never one after the other's end) for ``budget_s`` seconds.
 
-    One measurement per call, in order. The default interleaves rounds and reports quartiles.
+    Calls to warm up may come on top. One measurement per call, in order. The default interleaves
+    rounds and reports quartiles.
     """
 
 

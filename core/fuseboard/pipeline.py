@@ -17,6 +17,7 @@ from fuseboard.board import Session
 from fuseboard.captured import give_up
 from fuseboard.contracts import (
     Event,
+    EventName,
     GraphKind,
     Plan,
     Stage,
@@ -370,7 +371,7 @@ class Pipeline:
             return ()
         return self.example_inputs
 
-    def _notify(self, name: str, report: GraphReport, seconds: float, **details: Any) -> None:
+    def _notify(self, name: EventName, report: GraphReport, seconds: float, **details: Any) -> None:
         self.session.notify(Event(name, report.name, seconds, details))
 
     def _fusion_counter(self) -> FusionCounter:

@@ -506,10 +506,14 @@ def overlapping(tensors: list[torch.Tensor]) -> set[int]:
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Compute on real tensors although a fake mode is active (compilers run under one)."""
+    """Compute on real tensors inside the block, although a fake mode may be active.
+
+    Compilers run under one: a tensor that is made there has no values, and real ones are refused.
+    ``torch.load`` asks the tracing context for it, so there is none inside. Gradients are off.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily(), torch._guards.tracing(None), torch.no_grad():
         yield
 
 

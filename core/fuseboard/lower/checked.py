@@ -33,8 +33,6 @@ from fuseboard.torch_state import CALL_PARTS, StateGuard
 #: Seconds that a region's call may take while it is judged, on top of a multiple of what eager and
 #: the float64 run took; ``hook_limit_s`` is the limit in any case.
 CALL_LIMIT_S, CALL_LIMIT_FACTOR = 60.0, 20.0
-#: Seconds after which the search for the first wrong op compiles no further part.
-PARTING_S = 10.0
 
 
 @dataclass
@@ -211,9 +209,7 @@ class CheckedRegion:
             return ""
         try:
             with torch_internals.real_tensors():
-                parting = first_parting(
-                    self._region.graph, inputs, lambda graph, _: lower(graph), budget_s=PARTING_S
-                )
+                parting = first_parting(self._region.graph, inputs, lambda graph, _: lower(graph))
         except CONTAINED as error:  # the backend may do anything with a part
             return f". Where it parts from the right values isn't known: {describe(error)}"
         if parting is None:

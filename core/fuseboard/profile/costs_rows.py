@@ -22,7 +22,7 @@ NOT_TRIED = "not tried yet"
 class CandidateCost:
     """One candidate that a decision was made between.
 
-    :ivar name: a backend (``inductor``), or one with the whole graph (``whole:inductor``).
+    :ivar name: the backends in it (``mkldnn+eager``), or what was compared at that level.
     :ivar latency_us: the median of a call; ``low_us`` and ``high_us`` are its interval. None where
         it wasn't timed. Those of one decision can be held against each other.
     :ivar problem: why it couldn't be chosen: it failed verification, raised, wasn't tried. "" if it
@@ -50,8 +50,8 @@ class Decision:
     :ivar key: :func:`decision_key` of the level and the parts.
     :ivar parts: name → text: all that the decision depends on. ``graph`` names the region's or the
         graph's contents; the others have to be equal as well.
-    :ivar level: what was decided on: a ``graph``, a ``region`` (a kind of piece), a
-        ``step``, or whether AOTAutograd's ``capture`` computes what Dynamo's graph does.
+    :ivar level: what was decided on: a ``graph``, a ``region`` (a kind of piece), a ``step`` (or a
+        call as a whole), or whether AOTAutograd's ``capture`` computes what Dynamo's graph does.
     :ivar title: for people: the frame, the region, the source line.
     :ivar settled: every candidate was tried; else more remain for a later process.
     :ivar created: in seconds since 1970.

@@ -27,7 +27,7 @@ Lower = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 #: Graphs that are compiled at most, the whole region included, and seconds after which no further
 #: one is begun.
-MAX_TRIES, BUDGET_S = 16, 30.0
+MAX_TRIES, BUDGET_S = 16, 10.0
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _candidates(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(dtype)
 
-    with _ops.real_tensors():
+    with fuseboard.real_tensors():
         x, state = random(*sizes), random(1, sizes[1], hidden)
         weights = random(4 * hidden, sizes[2]), random(4 * hidden, hidden)
         bias = random(4 * hidden)

@@ -8,8 +8,6 @@ arguments are probed; versions are never compared.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -125,15 +123,6 @@ def fingerprint() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     optional = (has_mkl(), transposed_convolution() is not None, lstm_layer() is not None)
     return f"torch {torch.__version__}, {capability}, bf16={bfloat16_supported()}, {optional}"
-
-
-@contextlib.contextmanager
-def real_tensors() -> Iterator[None]:
-    """Compute on real tensors although a fake mode is active (compilers run under one)."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), torch.no_grad():
-        yield
 
 
 def size_hint(value: Any) -> int | None:

@@ -121,7 +121,7 @@ def remembered(
 
 def _fastest(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> str:
     """The name of the fastest call; the first named within the margin of it."""
-    with _ops.real_tensors():
+    with fuseboard.real_tensors():
         first = {name: _look(call) for name, call in calls.items()}
         bound = FIRST_LOOK * min(first.values())
         close = {name: calls[name] for name in calls if first[name] <= bound}
@@ -170,7 +170,7 @@ def choose_convolution(shape: ConvolutionShape, budget: Budget) -> str:
 def _convolutions(shape: ConvolutionShape) -> dict[str, Callable[[], Any]]:
     generator = torch.Generator().manual_seed(0)
     arguments = (shape.padding, shape.stride, shape.dilation, shape.groups)
-    with _ops.real_tensors():
+    with fuseboard.real_tensors():
         x = torch.randn(shape.x, generator=generator, device="cpu").to(shape.dtype)
         weight = torch.randn(shape.weight, generator=generator, device="cpu").to(shape.dtype)
         reorder = torch.ops.mkldnn._reorder_convolution_weight.default
@@ -207,7 +207,7 @@ def candidates(
 
     n = max(1, min(shape.n, LARGEST_WEIGHT // shape.k))
     m = max(1, min(shape.m, LARGEST_WORK // (shape.k * n)))
-    with _ops.real_tensors():
+    with fuseboard.real_tensors():
         x, other = random(m, shape.k), random(m, n)
         weight = random(shape.k, n).t() if shape.transposed else random(n, shape.k)
         bias = random(n) if shape.bias else None

@@ -102,7 +102,7 @@ def _candidates(
     padding, output_padding, stride, dilation, groups = arguments
     operator = _ops.transposed_convolution()
     reads_last, gives_last = layouts
-    with _ops.real_tensors():
+    with fuseboard.real_tensors():
         x = torch.randn(x_shape, generator=generator, device="cpu").to(dtype)
         if reads_last:
             x = x.to(memory_format=_LAST[x.dim()])

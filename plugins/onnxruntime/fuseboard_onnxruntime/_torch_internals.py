@@ -138,7 +138,7 @@ def _translate_publicly(graph: GraphModule, own: Translations, opset: int) -> An
                 "torch.onnx.export takes static sizes only"
             )
     inputs = tuple(_example(node) for node in graph.graph.find_nodes(op="placeholder"))
-    with without_fake_mode():
+    with fuseboard.real_tensors():
         program = torch.onnx.export(
             torch.export.export(graph, inputs),
             dynamo=True,
@@ -155,15 +155,6 @@ def _example(node: Node) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-
-
-@contextlib.contextmanager
-def without_fake_mode() -> Iterator[None]:
-    """Real tensors although a fake mode is active (compilers run under one)."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), torch.no_grad():
-        yield
 
 
 # --- symbolic sizes -------------------------------------------------------------------------------

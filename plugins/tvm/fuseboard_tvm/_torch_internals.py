@@ -1,19 +1,19 @@
 """The one module of this plugin that reaches torch's private APIs.
 
 Read against torch 2.13: ``torch/_prims_common/__init__.py`` (promotion of dtypes),
-``torch/_decomp/__init__.py``, ``torch/_subclasses/fake_tensor.py``, ``torch/_guards.py`` (tracing
-contexts), ``torch/serialization.py`` (what it loads within one).
+``torch/_decomp/__init__.py``, ``torch/_subclasses/fake_tensor.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+from fuseboard import real_tensors
 
 __all__ = ["decompositions", "is_fake", "promoted", "real_tensors"]
 
@@ -39,16 +39,3 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
-
-
-@contextmanager
-def real_tensors() -> Iterator[None]:
-    """Within a compile, tensors that are made are real, not fake.
-
-    ``torch.load`` asks the tracing context for a fake mode, and then gives tensors without values.
-    """
-    from torch._guards import tracing
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), tracing(None):
-        yield
