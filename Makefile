@@ -4,7 +4,7 @@
 #   make test        the tests, except those marked slow
 #   make test-slow   those marked slow
 #   make test-contrib  those of the distributions in contrib/
-#   make lint        ruff, mypy, import-linter; changes nothing
+#   make lint        ruff, mypy, import-linter, vulture; changes nothing
 #   make format      ruff's formatter and its safe fixes
 #   make bench       the benchmarks; ARGS="--help" lists what can be chosen
 #   make gpu-check   what needs a CUDA GPU: tests, times of models and kernels; installs nothing
@@ -62,6 +62,7 @@ lint: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vulture
 
 format: $(STAMP)-dev
 	$(BIN)/ruff check --fix .

@@ -550,19 +550,6 @@ def plain_symbol(value: Any) -> Any:
     return None
 
 
-def unbacked_symbols(node: Node) -> bool:
-    """Whether a node's value has sizes that only its data decide."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return any(
-        bool(free_unbacked_symbols(item))
-        for item in values
-        if isinstance(item, torch.Tensor | torch.SymInt)
-    )
-
-
 def direct_call(target: Any) -> Any:
     """What an op overload's ``__call__`` calls: one Python frame less on the hot path."""
     if isinstance(target, torch._ops.OpOverload):

@@ -17,7 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 from fuseboard.errors import RankError
-from fuseboard.profile.ranks import agree, check_same, from_first
+from fuseboard.profile.ranks import check_same, from_first
+
+
+def agree(value: Any, what: str, **how: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    return from_first(lambda: value, what, **how)
 
 
 def agreeing(rank: int) -> Any:

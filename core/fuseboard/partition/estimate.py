@@ -18,13 +18,11 @@ BYTES_PER_US = 10_000.0
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot"}
 
 
-def estimate_us(node: Node) -> float:
-    """A roofline estimate of one eager call of a node, in microseconds; views cost nothing."""
-    return estimates_us([node])[node]
-
-
 def estimates_us(nodes: Iterable[Node]) -> dict[Node, float]:
-    """:func:`estimate_us` of many nodes; each value is looked at once for all its readers."""
+    """Roofline estimates of one eager call of each node, in microseconds; views cost nothing.
+
+    Each value is looked at once for all its readers.
+    """
     known: dict[Node, float] = {}
 
     def own_bytes(node: Node) -> float:

@@ -36,11 +36,6 @@ _ABOUT_BITS = frozenset(
 )
 
 
-def lifted_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that stands for another one in the float64 run."""
-    return _LIFTED.get(dtype, dtype)
-
-
 @functools.cache
 def about_bits(target: Any) -> bool:
     """Whether an op's meaning hangs on the bits of its arguments' dtypes."""

@@ -78,11 +78,6 @@ def several_ranks() -> bool:
     return _job(None) is not None
 
 
-def agree(value: T, what: str, *, wait_s: float = WAIT_S, group: Any = None) -> T:
-    """Rank 0's value, on every rank; otherwise as :func:`from_first`."""
-    return from_first(lambda: value, what, wait_s=wait_s, group=group)
-
-
 def check_same(
     parts: Mapping[str, str], what: str, *, wait_s: float = WAIT_S, group: Any = None
 ) -> None:

@@ -29,9 +29,6 @@ GOOD_KERNELS = frozenset(
     }
 )
 
-#: Multiplications below which neither packing nor fusing can win anything.
-LEAST_WORK = 256
-
 
 def claim(graph: GraphModule, kind: str) -> list[fuseboard.Claim | fuseboard.Decline]:
     """One claim of all that can run here, provided that there is something for oneDNN in it."""

@@ -113,7 +113,7 @@ class _Printer:
         """Order axes as the largest tensors lie in memory, and merge what lies together."""
         tile = Tile(letter)
         for axis in self._in_order(axes):
-            if tile.axes and self._merge(tile.axes[-1], tile.sizes[-1], axis):
+            if tile.axes and self._merge(tile.axes[-1], axis):
                 tile.sizes[-1] = tile.sizes[-1] * self.axes.sizes[axis]
                 tile.axes[-1] = axis
             else:
@@ -129,11 +129,8 @@ class _Printer:
         pattern = self.patterns[covering[0]]
         return sorted(axes, key=lambda axis: (-self.hint(pattern[axis]), axis))
 
-    def _merge(self, outer: int, outer_size: Size, inner: int) -> bool:
-        """Whether everything moves along two axes as along one; ``inner`` then stands for both.
-
-        :param outer_size: of all that was merged into ``outer``.
-        """
+    def _merge(self, outer: int, inner: int) -> bool:
+        """Whether everything moves along two axes as along one; ``inner`` then stands for both."""
         size = self.axes.sizes[inner]
         for pattern in self.patterns.values():
             if (outer in pattern) != (inner in pattern):

@@ -14,7 +14,6 @@ from tvm import tirx
 
 Expr = Any
 FLOATS = ("float32", "float64")
-INTS = ("int8", "uint8", "int16", "int32", "int64")
 
 
 def const(value: Any, dtype: str) -> Expr:
