@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fuseboard.testing import (
     CheckResult,
     checks_for,
     parametrize_with_checks,
+    programs,
     pytest_support,
     run_checks,
 )
@@ -538,9 +540,33 @@ def test_the_command_prints_a_table(monkeypatch):
     with plugged("picky", claim=claim_ops("_softmax")):
         done = CliRunner().invoke(app, ["conformance", "picky", "--only", "softmax_"])
     assert done.exit_code == 0, done.output
-    assert re.search(r"softmax_infinite_rows +│ pass +│ aten\._softmax\.default × 2", done.output)
+    line = r"^pass +softmax_infinite_rows +aten\._softmax\.default × 2$"
+    assert re.search(line, done.output, re.M)
     done = CliRunner().invoke(app, ["conformance", "mkldnn", "--only", "softmax_dims"])
     assert "declined all" in done.output
+
+
+def test_the_command_prints_one_line_a_check_however_narrow_the_terminal_was(monkeypatch):
+    """Into a file nothing is folded; a wrong one says where it is written and what it was given."""
+    monkeypatch.setenv("COLUMNS", "40")
+    with lying("_softmax", no_nan):
+        done = CliRunner().invoke(app, ["conformance", "liar", "--only", "softmax"])
+    *lines, counts = done.stdout.splitlines()
+    assert len(lines) == len(checks_for("liar", "softmax"))
+    assert re.fullmatch(r"\d+ pass, \d+ declined, \d+ wrong, \d+ error", counts)
+    (wrong,) = [line for line in lines if line.startswith("wrong ")]
+    for told in (
+        "softmax_infinite_rows",
+        "eager's nan",
+        "aten._softmax.default × 2",
+        "call 0 (seed 1234): float32[6, 5] strides (5, 1)",
+    ):
+        assert told in wrong, told
+    file, number = re.search(r"program at (\S+):(\d+);", wrong).groups()
+    source = Path(programs.__file__).parent / Path(file).name
+    assert "softmax_infinite_rows" in "\n".join(
+        source.read_text().splitlines()[int(number) - 3 : int(number)]
+    )
 
 
 def test_the_command_fails_where_something_is_wrong():
@@ -551,6 +577,17 @@ def test_the_command_fails_where_something_is_wrong():
     (found,) = json.loads(done.stdout)
     assert (found["check"], found["verdict"]) == ("softmax_infinite_rows", "wrong")
     assert "eager's nan" in found["message"]
+    assert found["source"].endswith(tuple("0123456789"))
+    assert found["inputs"]
+
+
+def test_every_program_knows_where_it_is_written():
+    """The place is in the module that defines it, and inputs can be told."""
+    for one in PROGRAMS:
+        file, _, line = one.source.rpartition(":")
+        assert Path(file).parent == Path(programs.__file__).parent, one.name
+        assert line.isdigit()
+        assert len(one.inputs()) == len(one.calls)
 
 
 @pytest.mark.parametrize("arguments", [("nonsense",), ("eager", "--only", "nonsense")])

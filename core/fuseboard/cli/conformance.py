@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -25,7 +24,12 @@ def conformance(
         str, typer.Option(metavar="SUBSTR", help="Run the checks whose name contains this.")
     ] = "",
 ) -> None:
-    """Run the conformance suite on a backend; exit status 1 if anything is wrong."""
+    """Run the conformance suite on a backend; exit status 1 if anything is wrong.
+
+    One line a check: the verdict, its name, what is wrong or why nothing was taken, the ops that
+    the backend took. Where something is wrong, the line says where the check's program is written
+    and what it was given.
+    """
     from fuseboard.testing import checks_for, run_checks
 
     count = len(checks_for(backend, only))
@@ -44,22 +48,24 @@ def conformance(
 
 
 def _print(results: list[CheckResult]) -> None:
-    table = Table()
-    for column in ("check", "verdict", "ops that it took", "message"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("check", "verdict"))
+    """One line for each check. A terminal folds those of failed ones and crops the others."""
+    from fuseboard.report import words
+
+    console = Console(highlight=False)
+    width = max(len(result.check) for result in results)
     for result in results:
         verdict = "declined all" if result.verdict == "declined" else result.verdict
-        table.add_row(
-            Text(result.check),
-            Text(verdict, style=_STYLES[result.verdict]),
-            Text(_ops(result.taken)),
-            Text(result.message),
-        )
+        line = Text(f"{verdict:12}  ", style=_STYLES[result.verdict])
+        line.append(f"{result.check:{width}}  ", style="default")
+        taken = _ops(result.taken)
+        line.append("  ".join(filter(None, (words.shorten(result.told), taken))), style="default")
+        if not console.is_terminal:
+            print(line.plain.rstrip())
+        else:
+            console.print(line, no_wrap=not result.failed, overflow="ellipsis")
     counts = [
         f"{sum(result.verdict == verdict for result in results)} {verdict}" for verdict in _STYLES
     ]
-    console = Console()
-    console.print(table)
     console.print(Text(", ".join(counts)))
 
 

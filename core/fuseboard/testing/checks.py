@@ -35,6 +35,9 @@ class CheckResult:
     :ivar taken: op → how many of them the backend ran.
     :ivar message: what is wrong, or why nothing was taken.
     :ivar error: what was raised, if anything was.
+    :ivar source: where the program is written, ``file:line``.
+    :ivar inputs: of a check that failed: what each call was given. Weights are drawn with the first
+        call's seed, and ``fuseboard.testing.program.observe`` makes the calls.
     """
 
     check: str
@@ -43,10 +46,19 @@ class CheckResult:
     message: str = ""
     seconds: float = 0.0
     error: BaseException | None = field(default=None, repr=False, compare=False)
+    source: str = ""
+    inputs: tuple[str, ...] = ()
 
     @property
     def failed(self) -> bool:
         return self.verdict in ("wrong", "error")
+
+    @property
+    def told(self) -> str:
+        """The message, and how to see it again where the check failed; on one line."""
+        if not self.failed:
+            return self.message
+        return "; ".join([self.message, f"program at {self.source}", *self.inputs])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -72,9 +84,7 @@ class Check:
         """
         result = self.run()
         if result.verdict == "wrong":
-            raise AssertionError(f"{self.name} on {self.backend}: {result.message}") from (
-                result.error
-            )
+            raise AssertionError(f"{self.name} on {self.backend}: {result.told}") from result.error
         if result.error is not None:
             raise result.error
         return result
@@ -86,7 +96,8 @@ class Check:
         """
         info = _info(self.backend)
         if self.program.training and not info.training:
-            return CheckResult(self.name, "declined", message=f"{info.name} takes no training")
+            message = f"{info.name} takes no training"
+            return CheckResult(self.name, "declined", message=message, source=self.program.source)
         start = time.perf_counter()
         torch._dynamo.reset()
         reports: list[GraphReport] = []
@@ -104,7 +115,10 @@ class Check:
         elif not taken:
             problem = _why_declined(reports, self.backend)
         seconds = time.perf_counter() - start
-        return CheckResult(self.name, verdict, taken, problem, seconds, error)
+        inputs = tuple(self.program.inputs()) if verdict in ("wrong", "error") else ()
+        return CheckResult(
+            self.name, verdict, taken, problem, seconds, error, self.program.source, inputs
+        )
 
 
 def checks_for(backend: str, only: str = "") -> list[Check]:

@@ -37,6 +37,7 @@ class Program:
     :ivar instances: so many targets are made and compiled, and called in turn.
     :ivar between: called after each call but the last with the target, the call's result and its
         number. It changes weights, or what was returned.
+    :ivar source: where it is written, ``file:line``: of its target where it isn't given.
     """
 
     name: str
@@ -47,6 +48,35 @@ class Program:
     reference: bool = True
     instances: int = 1
     between: Callable[[Any, Any, int], None] | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", self.source or _place(self.target, *self.calls))
+
+    def inputs(self) -> list[str]:
+        """What each call is given, in words: dtypes, shapes, strides, and the seed that holds."""
+        return [
+            f"call {number} (seed {_SEED + number}): {', '.join(map(_described, make()))}"
+            for number, make in enumerate(self.calls)
+        ]
+
+
+def _described(value: Any) -> str:
+    """``float32[3, 5] strides (5, 1)``."""
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        sizes = ", ".join(map(str, value.shape))
+        return f"{kind}[{sizes}] strides {tuple(value.stride())}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_described, value))})"
+    return repr(value)
+
+
+def _place(*candidates: Any) -> str:
+    """``file:line`` of the first of some functions that is written in Python."""
+    codes = (getattr(candidate, "__code__", None) for candidate in candidates)
+    code = next((code for code in codes if code is not None), None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,7 @@ class Observations:
 
 def function(name: str, fn: Callable[..., Any], *calls: Arguments, **options: Any) -> Program:
     """A program that calls a function."""
-    return Program(name, lambda: fn, calls, **options)
+    return Program(name, lambda: fn, calls, source=_place(fn, *calls), **options)
 
 
 def module(
@@ -83,7 +113,8 @@ def module(
 ) -> Program:
     """A program that calls a module; in evaluation mode unless it trains."""
     training = options.get("training", False)
-    return Program(name, lambda: make().train(training), calls, **options)
+    source = _place(make, *calls)
+    return Program(name, lambda: make().train(training), calls, source=source, **options)
 
 
 def trained(programs: Sequence[Program]) -> Iterator[Program]:
