@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, last_graph
@@ -159,3 +160,23 @@ def test_a_mode_around_a_backward_isn_t_asked():
         with Doubling():
             (gradient,) = torch.autograd.grad(loss, x)
         torch.testing.assert_close(gradient, torch.ones(3).cos())
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_what_a_checkpointed_call_writes_is_written_again_by_the_recomputation():
+    """As in eager, whose recomputation stops only once all tensors are saved."""
+
+    def scale(x, state):
+        state.mul_(0.5).add_(1)
+        return (x * state).sin()
+
+    def run(function):
+        state, x = torch.zeros(3), torch.ones(3, requires_grad=True)
+        result = checkpoint(lambda t: function(t, state), x, use_reentrant=False)
+        return result, *torch.autograd.grad(result.sum(), x), state
+
+    fn = compiled(scale, backends=["mkldnn", "eager"])
+    for _ in range(3):
+        torch.testing.assert_close(run(fn), run(scale))

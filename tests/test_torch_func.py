@@ -103,12 +103,22 @@ def test_later_processes_have_the_same():
             torch.testing.assert_close(fn(torch.ones(3)), torch.full((3,), 3.0))
 
 
-def test_the_user_s_error_inside_of_a_transform_leaves_no_level_open():
+def in_no_grad_mode(x, i):
+    with torch.no_grad():
+        return 2 * x[i] * torch.tensor([0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, i: grad(lambda t: t[i].square().sum())(x),
+        lambda x, i: jacfwd(lambda t: t[i].square().sum())(x),
+        in_no_grad_mode,
+    ],
+    ids=["grad", "jacfwd", "no_grad"],
+)
+def test_the_user_s_error_inside_of_a_context_leaves_nothing_open(pick):
     """The exception is eager's, later calls work, and so does eager."""
-
-    def pick(x, i):
-        return grad(lambda t: t[i].square().sum())(x)
-
     before = read_state(AUTOGRAD_PARTS)
     fn = compiled(pick)
     x = torch.ones(3)

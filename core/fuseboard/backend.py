@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
-from fuseboard import mixed_norms, torch_internals
+from fuseboard import mixed_norms, torch_internals, unfit_calls
 from fuseboard.board import Session, board
 from fuseboard.captured import CannotCompare, Capture
 from fuseboard.config import resolve
@@ -91,8 +90,8 @@ def _compile(
             return forward_of(graph)
     if call.is_another(compiled, example_inputs):
         return forward_of(graph)
-    compiled = call.guard_overlap(call.whole_step(compiled), example_inputs)
-    return call.guard_tangents(call.watch_autocast(compiled))
+    compiled = call.watch_autocast(call.whole_step(compiled))
+    return call.unless_unfit(compiled, example_inputs)
 
 
 class _BackendCall:
@@ -259,26 +258,20 @@ class _BackendCall:
             compiled, self.graph, self._mutated, self.session, reports, book, self.pipeline.runners
         )
 
-    def guard_overlap(
+    def unless_unfit(
         self, compiled: Callable[..., Any], example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Let Dynamo's own graph run the calls whose inputs overlap as the compiled ones didn't.
-
-        AOTAutograd compiles for the overlap that it sees, and Dynamo doesn't guard on it
-        (pytorch#139789). Only graphs that write to their inputs can tell the difference.
-        """
-        if not self._mutated:
-            return compiled
-        own, note = forward_of(self.graph), self._note_overlap
-        expected = _overlap(example_inputs)
-
-        def run(*args: Any) -> Any:
-            if _overlap(args) != expected:
-                note()
-                return own(*args)
-            return compiled(*args)
-
-        return run
+        """Let Dynamo's own graph run the calls that what was compiled isn't made for."""
+        training = any(runner.board.kind != "inference" for runner in self.pipeline.runners)
+        conditions: list[unfit_calls.Unfit] = []
+        if training:
+            conditions.append(unfit_calls.with_tangents)
+        if training and self._mutated:
+            conditions.append(unfit_calls.writes_in_a_checkpoint)
+        if self._mutated:
+            conditions.append(unfit_calls.other_overlaps(example_inputs))
+        own = forward_of(self.graph)
+        return unfit_calls.unless_unfit(compiled, own, conditions, self._note)
 
     def watch_autocast(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Let backwards know whether they are called under autocast, where AOTAutograd hides it."""
@@ -293,44 +286,7 @@ class _BackendCall:
 
         return run
 
-    def guard_tangents(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Let Dynamo's own graph run the calls of a training graph under forward-mode AD.
-
-        AOTAutograd's function has no forward-mode derivative. Inference graphs run op by op then.
-        """
-        if all(runner.board.kind == "inference" for runner in self.pipeline.runners):
-            return compiled
-        own = forward_of(self.graph)
-
-        def run(*args: Any) -> Any:
-            if forward_ad._current_level >= 0:
-                return own(*args)
-            return compiled(*args)
-
-        return run
-
-    def _note_overlap(self) -> None:
-        text = "a call's inputs overlapped as the compiled ones didn't: Dynamo's own graph ran"
+    def _note(self, text: str) -> None:
         for report in (runner.report for runner in self.pipeline.runners):
             if text not in report.notes:
                 report.notes.append(text)
-
-
-def _overlap(args: Sequence[Any]) -> frozenset[tuple[tuple[int, int], ...]]:
-    """Which inputs overlap, and how: (position, offset) of each, a tuple for each storage.
-
-    Code for inputs that overlap has their offsets in their storage built in.
-    """
-    tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-    addresses = [torch_internals.storage_address(tensor) for _, tensor in tensors]
-    if len(set(addresses)) == len(addresses):
-        return frozenset()
-    groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    for address, pair in zip(addresses, tensors, strict=True):
-        groups.setdefault(address, []).append(pair)
-    found = []
-    for group in groups.values():
-        if len(group) > 1:
-            places = sorted(torch_internals.overlapping([tensor for _, tensor in group]))
-            found.append(tuple((group[i][0], int(group[i][1].storage_offset())) for i in places))
-    return frozenset(filter(None, found))
