@@ -65,6 +65,19 @@ def test_plugins_prints_a_row_for_each(board):
     ]
 
 
+def test_plugins_that_do_not_always_take_part_say_when(monkeypatch):
+    """Ready, and still in no candidate: by request, or only where measuring decides."""
+    board = a_board(
+        FakeEntryPoint("shy", backend("shy", by_request=True)),
+        FakeEntryPoint("odd", backend("odd", by_measurement=True)),
+    )
+    monkeypatch.setattr(fuseboard.board, "board", board)
+    assert run("plugins").stdout.splitlines()[-2:] == [
+        "odd takes part where the setting backends names it, or under the policy 'measured'",
+        "shy takes part where the setting backends names it",
+    ]
+
+
 def test_reasons_are_not_folded(board, monkeypatch):
     """What they tell to run can be copied from a narrow terminal, or found by grep."""
     monkeypatch.setenv("COLUMNS", "40")
@@ -95,6 +108,7 @@ def test_plugins_as_json(board):
         "devices": ["cpu"],
         "state": "ready",
         "reason": "",
+        "takes_part": "",
     }
     assert states["broken"]["state"] == "quarantined"
 
@@ -105,13 +119,26 @@ def test_settings_prints_value_origin_and_description(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEBOARD_PLUGINS__INDUCTOR__MAX_AUTOTUNE", "1")
     result = run("settings")
     assert result.exit_code == 0
-    rows = {row[0]: row[1:] for row in cells(result.stdout)}
-    assert rows["backends"][:2] == ['["mkldnn", "eager"]', f"{tmp_path}/fuseboard.toml"]
-    assert rows["fuse_limit"][:2] == ["not set", "default"]
-    assert rows["hoist"][:2] == ["true", "default"]
+    lines = result.stdout.splitlines()
+    assert f'backends = ["mkldnn", "eager"]  (set in {tmp_path}/fuseboard.toml)' in lines
+    assert "fuse_limit = not set  (default)" in lines
+    assert "hoist = true  (default)" in lines
     origin = "environment FUSEBOARD_PLUGINS__INDUCTOR__MAX_AUTOTUNE"
-    assert rows["plugins.inductor.max_autotune"][1] == origin
-    assert set(Settings.model_fields) - {"plugins"} <= set(rows)
+    assert any(
+        line.startswith("plugins.inductor.max_autotune = ") and line.endswith(f"(set in {origin})")
+        for line in lines
+    )
+    keys = {line.partition(" = ")[0] for line in lines if " = " in line and line[0] != " "}
+    assert set(Settings.model_fields) - {"plugins"} <= keys
+    assert "    Plugins that take no part; they are not even imported." in map(str.rstrip, lines)
+
+
+def test_settings_can_be_read_on_a_narrow_terminal(monkeypatch):
+    """Values are on lines of their own, and descriptions below them."""
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run("settings").stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert len(lines) < 5 * len(Settings.model_fields)
 
 
 def test_settings_as_json():
@@ -156,6 +183,20 @@ def test_help_is_folded_by_the_terminal_alone(command):
     lines = [line.strip() for line in run(command, "--help").stdout.splitlines()]
     (paragraph,) = (line for line in lines if line.startswith("FUNCTION returns"))
     assert paragraph.endswith(".")
+
+
+def test_the_module_is_the_command(tmp_path):
+    """``python -m fuseboard``: the same output, name and exit codes."""
+    command = [sys.executable, "-m", "fuseboard"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, run("--version").stdout)
+    done = subprocess.run([*command, "nonsense"], capture_output=True, text=True)
+    assert done.returncode == run("nonsense").exit_code == 2
+    assert "Usage: fuseboard [OPTIONS]" in done.stderr
+    (tmp_path / "fuseboard.toml").write_text("hoist 3\n")
+    done = subprocess.run([*command, "settings"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("fuseboard: ")
 
 
 def test_help_and_version_need_no_torch():

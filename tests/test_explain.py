@@ -573,6 +573,7 @@ def bad_import(): import nonsuch
     ("target", "told"),
     [
         ("script.py", "SCRIPT_OR_MODULE:FUNCTION"),
+        ("script.py", "such as script.py:"),
         ("scrip.py:train", "Did you mean 'script.py'?"),
         ("script.py:trian", "Did you mean 'train'?"),
         ("script.py:limit", "is an int, not a function"),

@@ -315,6 +315,13 @@ def test_a_graph_knows_which_backends_had_no_part_in_it(measured):
     assert {row.comparison for row in graph.candidates} == {1}
 
 
+def test_what_was_not_timed_is_not_called_measured(measured):
+    """One candidate is all there is so far: it was verified."""
+    with plugged("sluggish"), torch.no_grad():
+        compiled(f, "sluggish", "eager")(X)
+        assert last_graph().decided == "verified in a call"
+
+
 def test_a_machine_that_becomes_slower_between_comparisons_changes_no_ratio(measured):
     """In the report of this process, in the database, and in the report of a later one."""
     clock = iter([(300.0, 200.0), (800.0, 400.0)])

@@ -1,16 +1,22 @@
-"""Dynamo's names of modules, ``L['self'].layers.0.mlp``, and the paths that people write."""
+"""Dynamo's names, such as ``L['self'].layers.0.mlp`` of a module, as people write them.
+
+Without torch: commands that show what is stored use it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from torch.fx import Node
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 #: Modules that only wrap others, by the name under which they hold them.
 _WRAPPERS = {"_modules", "_orig_mod"}
 _STEP = re.compile(r"\.(\w+)|\[['\"]?([^\]'\"]+)['\"]?\]")
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
 _ROOT = re.compile(r"[LG]\['[^']*'\]")
 
 
@@ -38,3 +44,9 @@ def split_source(source: str) -> tuple[str, str]:
 def without_wrappers(path: str) -> str:
     """A module path without the steps that only lead into a wrapper."""
     return ".".join(step for step in path.split(".") if step not in _WRAPPERS)
+
+
+def readable(name: str) -> str:
+    """A function's name in the user's words: Dynamo names what follows a break by itself."""
+    name = name.replace(".<locals>", "")
+    return _RESUMED.sub(r"\1, resumed at line \2", name)

@@ -46,6 +46,7 @@ class PluginState:
     :ivar source: ``entry point of DIST``, ``registered at run time`` or ``built in``.
     :ivar stages: the stages whose hooks it implements.
     :ivar reason: why it is not ready; "" where it is.
+    :ivar takes_part: when, where it is ready and not always a candidate; else "".
     """
 
     name: str
@@ -55,6 +56,7 @@ class PluginState:
     devices: tuple[str, ...] = ()
     state: State = "ready"
     reason: str = ""
+    takes_part: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,8 +187,8 @@ def _problems(plugin: object) -> Iterator[str]:
         implementations += 1
         hook = options.get("specname") or attribute
         if hook not in STAGE_OF and not options.get("optionalhook"):
-            known = ", ".join(STAGE_OF)
-            yield f"there is no hook {hook!r}.{nearest(hook, STAGE_OF)} Hooks are {known}."
+            known = nearest(hook, STAGE_OF) or f" Hooks are {', '.join(STAGE_OF)}."
+            yield f"there is no hook {hook!r}.{known}"
         elif hook in STAGE_OF:
             yield from _argument_problems(hook, function)
     if not implementations:

@@ -148,7 +148,9 @@ class Board:
             text = str(error).removeprefix(f"plugin {found.name!r}").lstrip(":, ")
             known = isinstance(error, FuseboardError)
             reason = text if known else f"its import raised {type(error).__name__}: {text}"
-            log.warning("fuseboard: plugin %r is quarantined: %s", found.name, reason)
+            log.warning(
+                "fuseboard: plugin %r is quarantined, and takes no part: %s", found.name, reason
+            )
             return Entry(found.state("quarantined", reason), error=error)
 
     def _admit(self, plugin: object, found: _Pending, limit_s: float) -> Entry:
@@ -164,6 +166,11 @@ class Board:
             stages=examined.stages,
             devices=tuple(sorted(info.device_types)) if info else (),
         )
+        if info is not None and info.by_request:
+            state = replace(state, takes_part="where the setting backends names it")
+        elif info is not None and info.by_measurement:
+            told = "where the setting backends names it, or under the policy 'measured'"
+            state = replace(state, takes_part=told)
         if info is not None and not info.available:
             reason = info.reason or "it gave no reason"
             state = replace(state, state="unavailable", reason=reason)

@@ -32,6 +32,9 @@ def conformance(
     """
     from fuseboard.testing import checks_for, run_checks
 
+    if problem := _unusable(backend):
+        raise typer.BadParameter(problem, param_hint="BACKEND")
+
     count = len(checks_for(backend, only))
     if count == 0:
         raise typer.BadParameter(f"no check's name contains {only!r}", param_hint="--only")
@@ -45,6 +48,19 @@ def conformance(
         _print(results)
     if any(result.failed for result in results):
         raise typer.Exit(1)
+
+
+def _unusable(name: str) -> str:
+    """Why a backend can't be checked here; "" if it can."""
+    from fuseboard.board import board
+    from fuseboard.config.sources import nearest
+
+    states = {state.name: state for state in board.states()}
+    if name not in states:
+        known = nearest(name, states) or f" Installed: {', '.join(sorted(states))}."
+        return f"no plugin is named {name!r}.{known}"
+    state = states[name]
+    return "" if state.state == "ready" else f"{name!r} is {state.state}: {state.reason}"
 
 
 def _print(results: list[CheckResult]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fuseboard.errors import CostsError, SettingsError
+from fuseboard.module_names import readable
 
 if TYPE_CHECKING:
     from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision
@@ -83,40 +84,39 @@ def list_(
         print(json.dumps(told, indent=2))
         return
     console = Console()
-    if chosen:
-        table = Table()
-        for column in ("key", "what", "decides", "winner", "a call", "next best", "tried", "made"):
-            table.add_column(column, overflow="fold", no_wrap=column in ("key", "a call"))
-        for decision in chosen:
-            table.add_row(*_row(decision))
-        console.print(table)
+    for decision in chosen:
+        for line in _lines(decision):
+            console.print(line, soft_wrap=True)
     also = f" and {len(records)} tuning records" if records else ""
     of = f" of {database.path}" if database.path and database.path.exists() else ": no file yet"
     console.print(Text(f"{len(chosen)} decisions{also}{of}"), soft_wrap=True)
 
 
-def _row(decision: Decision) -> list[Text]:
+def _lines(decision: Decision) -> tuple[Text, Text]:
+    """What was decided on, and what came of it."""
     ranked = _ranked(decision)
     best = next((one for one in ranked if one.name == decision.winner), None)
     rivals = [one for one in ranked if one is not best and not one.problem]
     # What could have been chosen and was timed; the winner may not be the fastest, by the margin.
     rival = next((one for one in rivals if one.latency_us is not None), None)
-    tried = f"{len(ranked)}" if decision.settled else f"{len(ranked)}, more to try"
-    return [
-        Text(decision.key[:_KEY_SHOWN], style="dim"),
-        Text(_without_folders(decision.title) or "?"),
-        Text(decision.level),
-        Text(decision.winner, style="green"),
-        Text(_latency(best)),
-        Text(f"{rival.name} {_latency(rival)}" if rival else ""),
-        Text(tried, style="" if decision.settled else "yellow"),
-        Text(_date(decision.created)),
-    ]
+    first = Text(f"{decision.key[:_KEY_SHOWN]}  ", style="bold")
+    first.append(f"{decision.level:7}  {_date(decision.created)}  ", "not bold dim")
+    first.append(_shortened(decision.title) or "?", "not bold")
+    second = Text(" " * (_KEY_SHOWN + 2))
+    second.append(decision.winner, "green").append(f" {_latency(best)}".rstrip())
+    if rival is not None:
+        second.append(f", next best {rival.name} {_latency(rival)}")
+    if decision.level != "capture":  # whether it is Dynamo's graph: nothing was tried
+        tried = sum(one.tried or one is best for one in ranked)
+        second.append(f", {tried} tried")
+    if not decision.settled:
+        second.append(", more to try", "yellow")
+    return first, second
 
 
-def _without_folders(title: str) -> str:
-    """With the file's name alone: a path takes the table's width, and ``show`` has it."""
-    return re.sub(r"\([^()]*[/\\]([^/\\()]+:\d+\))", r"(\1", title)
+def _shortened(title: str) -> str:
+    """In the user's words, with the file's name alone: ``show`` has all of it."""
+    return re.sub(r"\([^()]*[/\\]([^/\\()]+:\d+\))", r"(\1", readable(title))
 
 
 @costs.command()
@@ -133,9 +133,8 @@ def show(
         return
     console = Console()
     state = "settled" if decision.settled else "candidates are left to try"
-    console.print(
-        Text(f"{decision.title or decision.key}: {decision.winner}", style="bold"), soft_wrap=True
-    )
+    title = readable(decision.title) or decision.key
+    console.print(Text(f"{title}: {decision.winner}", style="bold"), soft_wrap=True)
     console.print(f"{decision.level}, {_date(decision.created)}, {state}")
     table = Table()
     for column in ("candidate", "a call", "interval", "compiling", "peak", "problem"):

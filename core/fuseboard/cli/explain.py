@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -139,8 +140,8 @@ def _named(target: str) -> Callable[[], Any]:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise TargetError(
-            f"{target!r}: allowed: SCRIPT_OR_MODULE:FUNCTION, such as train.py:step or "
-            "package.models:example"
+            f"{target!r} names no function: allowed: SCRIPT_OR_MODULE:FUNCTION, such as "
+            f"{_example(target)}"
         )
     return _function(_imported(place), name, place)
 
@@ -232,6 +233,18 @@ def _function(module: ModuleType, name: str, place: str) -> Callable[[], Any]:
             f"Write a function around it. {_ANSWERS}"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _example(target: str) -> str:
+    """What could be written in place of a target that names no function."""
+    path = Path(target.rstrip(":"))
+    try:
+        tree = ast.parse(path.read_text("utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return "train.py:step or package.models:example"
+    own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    own = [name for name in own if not name.startswith("_")]
+    return " or ".join(f"{path}:{name}" for name in own[:3]) or f"{path}:FUNCTION; it has none"
 
 
 def _near(name: str, others: list[str]) -> str:

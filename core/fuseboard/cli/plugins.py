@@ -41,3 +41,6 @@ def plugins(
         if state.reason:
             told = Text(f"{state.name} is {state.state}", style=_STYLES[state.state])
             console.print(told.append(f": {state.reason}", "default"), soft_wrap=True)
+        elif state.takes_part:
+            told = Text(f"{state.name} takes part {state.takes_part}")
+            console.print(told, soft_wrap=True)

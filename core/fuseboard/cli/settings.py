@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 
@@ -29,14 +29,13 @@ def settings(
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2, default=str))
     else:
-        table = Table()
-        for column in ("setting", "value", "set in", "what it is for"):
-            table.add_column(column, overflow="fold")
+        console = Console(highlight=False)
         for row in rows:
-            style = "dim" if row.origin == "default" else "bold"
-            cells = (row.key, _shown(row.value), row.origin)
-            table.add_row(*(Text(cell, style=style) for cell in cells), Text(row.description))
-        Console().print(table)
+            is_set = row.origin != "default"
+            line = Text(f"{row.key} = {_shown(row.value)}", style="bold" if is_set else "")
+            line.append(f"  (set in {row.origin})" if is_set else "  (default)", "not bold dim")
+            console.print(line, soft_wrap=True)
+            console.print(Padding(Text(row.description, "dim"), (0, 0, 0, 4), expand=False))
     if check:
         from fuseboard.board import board
 

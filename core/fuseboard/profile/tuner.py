@@ -292,7 +292,7 @@ class Tuner:
         for candidate in right:
             if candidate is not winner and not candidate.out:
                 candidate.drop("slower")
-        self._report.decided = "measured in a call"
+        self._report.decided = f"{'measured' if len(right) > 1 else 'verified'} in a call"
         self._chosen = winner
         self._rest_is_due()
         self._install(winner)

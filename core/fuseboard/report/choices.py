@@ -132,7 +132,8 @@ def pending(graph: GraphReport) -> str:
         return ""
     names = [told.name for told in graph.candidates if told.state in ("waiting", "untried")]
     waiting = f"{words.first(names)} {'waits' if len(names) == 1 else 'wait'} to be tried; "
-    return f"not settled yet: {waiting if names else ''}fuseboard.wait() waits for it"
+    how = "fuseboard.wait() waits for it, as `fuseboard explain --wait` does"
+    return f"not settled yet: {waiting if names else ''}{how}"
 
 
 def untried(graph: GraphReport) -> dict[str, str]:

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
+from fuseboard.module_names import readable
 from fuseboard.report.data import Break
-
-_RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
 
 # --- what happened ------------------------------------------------------------------------------
 
@@ -124,12 +123,6 @@ def _parts(text: str) -> tuple[str, str, tuple[str, ...]]:
         " ".join(explanation[1].split()) if explanation else "",
         tuple(hint for hint in told if "report an issue to PyTorch" not in hint),
     )
-
-
-def readable(name: str) -> str:
-    """A function's name in the user's words: Dynamo names what follows a break by itself."""
-    name = name.replace(".<locals>", "")
-    return _RESUMED.sub(r"\1, resumed at line \2", name)
 
 
 # --- compiling apart from the user's own compiled code ------------------------------------------

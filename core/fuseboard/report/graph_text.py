@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fuseboard.module_names import readable
 from fuseboard.report import choices, words
 from fuseboard.report.data import GraphReport, RegionReport
-from fuseboard.report.dynamo import readable
 from fuseboard.report.elsewhere import Elsewhere, elsewhere, foremost
 
 #: Texts that aren't for a terminal are written for this many columns.

@@ -26,10 +26,10 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fuseboard.contracts import Trip
+from fuseboard.module_names import readable
 from fuseboard.report import choices, words
 from fuseboard.report.bars import chart
 from fuseboard.report.data import GraphReport, RegionReport
-from fuseboard.report.dynamo import readable
 from fuseboard.report.elsewhere import elsewhere, foremost
 from fuseboard.report.folding import Box, fold
 
