@@ -88,7 +88,7 @@ def test_each_piece_runs_where_it_is_fastest():
     homes = {node.op.split(".")[-2]: node.backend for node in graph.nodes}
     assert homes["relu"] == "left"
     assert homes["tanh"] == homes["sum"] == "right"
-    assert "fastest at pieces like this: left" in next(n.reason for n in graph.nodes)
+    assert "chosen by what pieces like this take: left" in next(n.reason for n in graph.nodes)
     assert all_trips() == []
 
 

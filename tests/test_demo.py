@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fuseboard.cli import demo as command
@@ -143,6 +145,23 @@ def test_the_words_for_a_ratio_need_most_rounds():
     assert command._judged(1.01, 1.2) == "faster than"
     assert command._judged(0.97, 1.2) == "about as fast as"
     assert command._judged(0.8, 0.99) == "slower than"
+
+
+def test_ratios_of_speed_are_those_of_the_times_beside_them():
+    """The median of the rounds' ratios may be another one; it isn't told as if it were theirs."""
+    shown = io.StringIO()
+    outcome = command.Outcome([], 16, first_s={"eager": 0.5, "fuseboard": 3.0})
+    outcome.speeds = {
+        "eager": speed.Speed(630.0, {"fuseboard": (0.8, 0.9, 1.0)}, 8),
+        "fuseboard": speed.Speed(600.0, {"eager": (1.0, 1.1, 1.25)}, 8),
+    }
+    command._Demo(Console(file=shown, width=200), 0, 0)._speeds(outcome)
+    _, eager, board, *_ = (line.split() for line in shown.getvalue().splitlines())
+    assert eager[:4] == ["eager", "25", "630.0", "1.00"]
+    assert board[:4] == ["fuseboard", "27", "600.0", "1.05"]
+    assert "1.05 times its speed by the medians, 1.00 to 1.25 times in the middle half" in (
+        shown.getvalue()
+    )
 
 
 # --- when something is missing --------------------------------------------------------------------

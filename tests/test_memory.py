@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import fuseboard
 from fuseboard.cli.main import app
+from fuseboard.contracts import Measurement
 from fuseboard.profile import memory
 from fuseboard.profile.memory import MemoryPoint, with_pareto
 from tests.support.values import rnd
@@ -39,6 +40,22 @@ class Deep(nn.Module):
 
     def forward(self, x):
         return {"loss": self.layers(x).square().mean(), "other": 3}
+
+
+def test_steps_are_told_in_terms_of_one_eager(monkeypatch):
+    """The machine becomes twice as slow after eager was timed: no budget seems slower for it."""
+    answers = [[100.0], [60.0, 200.0]]
+
+    def measured(calls, seconds):
+        times = answers.pop(0)
+        assert len(calls) == len(times)
+        return [Measurement(us, 0.5 * us, 2 * us, 1) for us in times]
+
+    monkeypatch.setattr(memory, "measure_calls", measured)
+    x = rnd(4).requires_grad_()
+    eager, whole = fuseboard.measure_memory(Sine(), (x,), budgets=[1])
+    assert (eager.latency_us, whole.latency_us) == (100.0, 30.0)
+    assert (whole.low_us, whole.high_us) == (15.0, 60.0)
 
 
 def test_what_a_step_allocates():

@@ -289,22 +289,23 @@ class _Demo:
         for column in ("embeddings/s", "ms a batch", "against eager", "first batch"):
             table.add_column(column, justify="right")
         for name, speed in outcome.speeds.items():
-            against = "1.00" if name == "eager" else f"{speed.against['eager'][1]:.2f}"
             table.add_row(
                 Text(name, style="bold" if name == "fuseboard" else ""),
                 f"{outcome.batch / speed.call_ms * 1e3:.0f}",
                 f"{speed.call_ms:.1f}",
-                against,
+                f"{outcome.speeds['eager'].call_ms / speed.call_ms:.2f}",
                 f"{outcome.first_s[name]:.1f} s",
             )
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
         for name, reason in outcome.left_out.items():
             self._tell(Text(f"without {name}: {reason}", style="yellow"))
         board = outcome.speeds["fuseboard"]
-        for other, (low, middle, high) in board.against.items():
+        for other, (low, _, high) in board.against.items():
+            times = outcome.speeds[other].call_ms / board.call_ms
             self._tell(
-                f"fuseboard is {_judged(low, high)} {other} here: {middle:.2f} times its speed "
-                f"(middle half of {board.rounds} rounds: {low:.2f} to {high:.2f})"
+                f"fuseboard is {_judged(low, high)} {other} here: {times:.2f} times its speed by "
+                f"the medians, {low:.2f} to {high:.2f} times in the middle half of "
+                f"{board.rounds} rounds"
             )
 
     def _report(self, outcome: Outcome) -> None:

@@ -313,4 +313,4 @@ def _reason(kind: _Kind, backend: str) -> str:
     if len(kind.able) == 1:
         return f"{backend} is all there is for it here"
     times = ", ".join(f"{name} {us:.0f} us" for name, us in kind.times.items())
-    return f"fastest at pieces like this: {times}"
+    return f"chosen by what pieces like this take: {times}"

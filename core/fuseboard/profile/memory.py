@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def measure_memory(
     :param budgets: each from 0 to 1.
     :param loss: from what the model returns to a scalar. Without it the backward starts at the
         result's ``loss`` if it has one, else at all outputs that require grad, with ones.
-    :param seconds: how long each point's steps are timed.
+    :param seconds: how long each point's steps are timed. Those of a budget take turns with
+        eager's, and are told in terms of eager's first ones, so that all can be compared.
     :returns: eager first, then the budgets in the order given.
     :raises SettingsError: a budget is out of range.
     :raises MemoryTargetError: nothing requires grad, or the outputs don't.
@@ -165,6 +167,8 @@ class _Step:
                 "closes over a module is given as the module or as a method of it."
             )
         self.device = self.leaves[0].device
+        self._original = original
+        self._eager_us = 0.0
 
     def run(self, call: Callable[..., Any]) -> Sequence[torch.Tensor | None]:
         """Forward and backward: the gradients of the leaves."""
@@ -202,19 +206,23 @@ class _Step:
         on_cuda = self.device.type == "cuda"
         saved, peak, activations = self._cuda_bytes(call) if on_cuda else self._cpu_bytes(call)
 
-        def timed() -> None:
+        def timed(call: Callable[..., Any]) -> None:
             self.run(call)
             if on_cuda:
                 torch.cuda.synchronize(self.device)
 
-        time = measure_calls([timed], seconds)[0]
+        calls = [call] if budget is None else [call, self._original]
+        time, *eagers = measure_calls([partial(timed, one) for one in calls], seconds)
+        scale = self._eager_us / eagers[0].latency_us if eagers else 1.0
+        if budget is None:
+            self._eager_us = time.latency_us
         return MemoryPoint(
             budget,
             saved,
             peak,
-            time.latency_us,
-            time.low_us,
-            time.high_us,
+            scale * time.latency_us,
+            scale * time.low_us,
+            scale * time.high_us,
             time.calls,
             activation_bytes=activations,
         )
