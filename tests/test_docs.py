@@ -40,6 +40,8 @@ DOCUMENTS = {
         ROOT / "CHANGELOG.md",
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "plugins").glob("*/README.md")),
+        *sorted((ROOT / "contrib").glob("*/README.md")),
+        ROOT / "benchmarks" / "README.md",
         ROOT / "examples" / "plugin_template" / "README.md",
     ]
 }
@@ -217,7 +219,7 @@ def test_files_that_a_document_names_exist(document):
     named |= {n for n in re.findall(r"`([\w./-]+)`", prose) if re.search(r".+/.*(/|\.py)$|/$", n)}
     homes = [ROOT, ROOT / "core", ROOT / "core" / "fuseboard", (ROOT / document).parent]
     missing = {n for n in named if not any((home / n).exists() for home in homes)}
-    assert missing == set()
+    assert missing <= {"benchmarks/results/"}  # a run makes it, and git ignores it
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
