@@ -237,8 +237,8 @@ def test_a_plugin_that_cannot_be_imported_leaves_the_others_alone(caplog):
     with caplog.at_level(logging.WARNING, "fuseboard"):
         assert names(board) == names(board) == ["quick", "eager"]
     assert [r.message for r in caplog.records] == [
-        "fuseboard: plugin 'broken' is quarantined, and takes no part: its import raised ImportError: "
-        "no module named tvm"
+        "fuseboard: plugin 'broken' is quarantined, and takes no part: its import raised "
+        "ImportError: no module named tvm"
     ]
     assert broken.loads == 1
     with pytest.raises(RegistrationError, match=r"backends = \['broken', 'quick'\]") as caught:
