@@ -313,6 +313,8 @@ class _Demo:
 
         assert outcome.explanation is not None
         self._say("What ran where, as `fuseboard explain` shows it for code of your own")
+        note = "its times are those by which the candidates were compared, before the race above"
+        self._tell(Text(note, style="dim"))
         show(outcome.explanation, self.console)
 
     # --- telling --------------------------------------------------------------------------------
