@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import fuseboard.backend  # from then on they have
+import fuseboard
+from fuseboard import torch_views
 from fuseboard.torch_symbols import in_the_example
+from fuseboard.torch_views import eager_view_strides, why_not_installed
 from tests.support.backends import (
     all_trips,
     compiled,
@@ -54,7 +57,7 @@ def test_fake_views_have_real_strides(op, data):
         real = op(tensor, shape)
     except RuntimeError:
         return  # a copy would be needed
-    with FakeTensorMode() as mode:
+    with FakeTensorMode() as mode, eager_view_strides():
         fake = op(mode.from_tensor(tensor), shape)
     assert fake.shape == real.shape
     assert fake.stride() == real.stride()
@@ -68,10 +71,59 @@ def test_symbolic_strides_are_found_without_guards():
     context = StatelessSymbolicContext(dynamic_sizes=sizes)
     x = mode.from_tensor(torch.empty(1, 256, 32), symbolic_context=context)
     size = x.shape[1]
-    with mode:
+    with mode, eager_view_strides():
         view = x.transpose(1, 2).view(1, 32, 1, size)
     assert [str(n) for n in view.stride()] == ["32", "1", f"32*{size}", "32"]
     assert not env.guards
+
+
+def strides_of_a_view() -> tuple[int, ...]:
+    with FakeTensorMode():
+        return torch.empty(1, 6, 4).transpose(1, 2).view(1, 4, 2, 3).stride()
+
+
+def test_outside_of_the_board_s_compiles_they_are_torch_s_own():
+    """Neither leaks what it found to the other, though torch keeps the results of fake ops."""
+    assert why_not_installed() == ""
+    own = strides_of_a_view()
+    for _ in range(2):
+        with eager_view_strides():
+            assert strides_of_a_view() == (4, 1, 12, 4)
+        assert strides_of_a_view() == own
+    assert own != (4, 1, 12, 4), "torch has mended it: the patch can go"
+
+
+def test_other_backends_see_torch_s_own():
+    """What they compile, and keep, is what it would be without the board."""
+    seen = []
+
+    def look(graph, inputs):
+        def compiler(graph, inputs):
+            views = graph.graph.find_nodes(op="call_function", target=aten.view.default)
+            seen.extend(view.meta["val"].stride() for view in views)
+            return make_boxed_func(graph.forward)
+
+        return aot_module_simplified(graph, inputs, fw_compiler=compiler)
+
+    def tokens(x):
+        return x.transpose(1, 2).view(1, 4, 2, 3).exp()
+
+    own = strides_of_a_view()
+    with torch.no_grad():
+        compiled(tokens)(rnd(1, 6, 4))
+        torch._dynamo.reset()
+        torch.compile(tokens, backend=look)(rnd(1, 6, 4))
+    assert seen == [own]
+
+
+def test_what_can_t_be_installed_is_told(monkeypatch):
+    """Where torch has its fake views elsewhere, reports say what follows."""
+    monkeypatch.setattr("torch._subclasses.fake_impls.op_implementations_dict", {})
+    monkeypatch.setattr(torch_views, "why_not_installed", why_not_installed.__wrapped__)
+    monkeypatch.setattr("fuseboard.backend.why_not_installed", why_not_installed.__wrapped__)
+    with torch.no_grad():
+        compiled(lambda x: x.exp())(rnd(3))
+    assert any("fake views" in note for note in last_graph().notes)
 
 
 # --- what is compiled for them --------------------------------------------------------------------

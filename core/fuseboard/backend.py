@@ -26,9 +26,7 @@ from fuseboard.profile.ranks import several_ranks
 from fuseboard.step import whole_step
 from fuseboard.torch_copies import copy_graph
 from fuseboard.torch_state import StateGuard
-from fuseboard.torch_views import mend_views
-
-mend_views()
+from fuseboard.torch_views import eager_view_strides, why_not_installed
 
 
 def fuseboard(
@@ -46,7 +44,7 @@ def fuseboard(
     :param options: settings, above every other source; ``{"mode": ...}`` is accepted.
     :raises SettingsError: a setting is wrong; nothing has been compiled.
     """
-    with StateGuard():
+    with StateGuard(), eager_view_strides():
         compiled = _compile(graph, example_inputs, mode, options)
     return _under_its_modes(compiled) if torch_internals.function_modes_are_on() else compiled
 
@@ -71,6 +69,8 @@ def _compile(
     options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
     session = board.session(resolve(options, mode))
+    if problem := why_not_installed():
+        session.notes.append(problem)
     mend_powers(graph)
     call = _BackendCall(session, graph)
     with torch_internals.capturing(), call.knowing(example_inputs):
@@ -176,7 +176,7 @@ class _BackendCall:
         def call(args: list[Any]) -> Sequence[Any]:
             with compiling:
                 if entry.function is call:  # else another thread was quicker
-                    with StateGuard(), entered():
+                    with StateGuard(), eager_view_strides(), entered():
                         self._compile(entry, "backward")
             return entry.function(args)
 

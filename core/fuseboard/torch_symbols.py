@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fuseboard.torch_views import eager_view_strides
+
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -134,6 +136,7 @@ def compiling_in_a_call(mode: Any) -> Iterator[None]:
     state, pythons = torch.get_rng_state(), random.getstate()
     try:
         with (
+            eager_view_strides(),
             _disable_current_modes(),
             torch.inference_mode(False),
             torch.no_grad(),

@@ -1,5 +1,8 @@
 """Strides of fake views: the part of :mod:`fuseboard.torch_internals` that makes them the kernel's.
 
+They are so within :func:`eager_view_strides` alone, which is wherever the board traces or compiles.
+Outside of it every compiler sees torch's own, so that its cached code is what its keys say.
+
 A dimension of size 1 may have any stride, and in views torch's fake values have others than its
 kernels make. Nothing is read by such a stride, but whether a tensor is taken for channels last
 depends on it: behind ``x.transpose(1, 2).view(1, c, h, w)`` the fake convolution is channels last
@@ -11,33 +14,77 @@ goes by ``_reshape_view_helper`` of ``torch/_refs``; the kernel's is ``computeSt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 import torch
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
-def mend_views() -> None:
-    """From now on, let fake views have the strides of real ones, in all of this process.
+#: Whether fake views have eager's strides here.
+_are_eagers: ContextVar[bool] = ContextVar("fake views have eager's strides", default=False)
 
-    To be called before Dynamo traces, and not for a while: a compiler that is given a graph looks
-    through its fake values again, and so must find the same strides.
+
+@contextlib.contextmanager
+def eager_view_strides() -> Iterator[None]:
+    """Let fake views have the strides of real ones, for the block, in this thread.
+
+    A compiler that is given a graph looks through its fake values again, and must find the same
+    strides as the one that captured it: all that the board does with fake values is to be in such a
+    block.
+    """
+    why_not_installed()
+    token = _are_eagers.set(True)
+    try:
+        yield
+    finally:
+        _are_eagers.reset(token)
+
+
+@functools.cache
+def why_not_installed() -> str:
+    """Install what :func:`eager_view_strides` switches on; why it can't be, "" if it can.
+
+    torch's own function goes on being called. Outside of blocks its result is returned as it is.
     """
     from torch._subclasses import fake_impls, fake_tensor
 
     known = getattr(fake_impls, "op_implementations_dict", {})
-    for op in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-        fake = known.get(op)
-        if fake is not None and not hasattr(fake, "__wrapped__"):
-            known[op] = _mended(fake)
-            fake_tensor.FakeTensorMode.cache_clear()  # of what was found before
+    key_of = getattr(fake_tensor.FakeTensorMode, "_cache_key", None)
+    bypass = getattr(fake_tensor, "_BypassDispatchCache", None)
+    if key_of is None or bypass is None or any(known.get(op) is None for op in _VIEWS):
+        return (
+            "this torch computes fake views elsewhere: with a dimension of size 1 they may have "
+            "other strides than eager's, for which compilers then trip"
+        )
+    for op in _VIEWS:
+        known[op] = _with_eager_strides(known[op])
+    fake_tensor.FakeTensorMode._cache_key = _uncached(key_of, bypass)  # type: ignore[method-assign]
+    return ""
 
 
-def _mended(fake: Callable[..., Any]) -> Callable[..., Any]:
+def _uncached(key_of: Callable[..., Any], bypass: type[Exception]) -> Callable[..., Any]:
+    """torch keeps results of fake ops for the whole process; blocks neither look up nor keep one."""
+
+    @wraps(key_of)
+    def cache_key(mode: Any, state: Any, op: Any, *arguments: Any) -> Any:
+        if op in _VIEWS and _are_eagers.get():
+            raise bypass("fuseboard: eager's strides")
+        return key_of(mode, state, op, *arguments)
+
+    return cache_key
+
+
+def _with_eager_strides(fake: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(fake)
     def view(mode: Any, op: Any, source: Any, *shape: Any, **keywords: Any) -> Any:
         result = fake(mode, op, source, *shape, **keywords)
+        if not _are_eagers.get():
+            return result
         if source.dim() == 0 or any(_is(size, 0) for size in source.shape):
             return result
         strides = _real_strides(result, source.stride(-1))

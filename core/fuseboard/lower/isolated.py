@@ -67,8 +67,11 @@ def main(directory: Path) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     try:
+        from fuseboard.torch_views import eager_view_strides  # torch loads here, not before
+
         request: Request = pickle.loads((directory / "request").read_bytes())
-        result = _answer(request, directory)
+        with eager_view_strides():
+            result = _answer(request, directory)
         unfinished = directory / "unfinished"
         unfinished.write_bytes(pickle.dumps(result))
         os.replace(unfinished, directory / "result")
@@ -104,9 +107,7 @@ def _answer(request: Request, directory: Path) -> Result:
     from fuseboard.profile.costs import PluginRecords, database
     from fuseboard.torch_graphs import graph_from_bytes
     from fuseboard.torch_symbols import GuardWatch
-    from fuseboard.torch_views import mend_views
 
-    mend_views()
     torch.set_num_threads(request.state["threads"])
     torch.set_default_dtype(request.state["dtype"])
     torch.use_deterministic_algorithms(
