@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -701,37 +698,6 @@ def test_quick_regions_beside_slow_ones_postpone_nothing():
     assert last_graph().settled
 
 
-def test_the_end_of_a_process_leaves_nothing_behind(tmp_path):
-    """Neither the child that compiles, nor its files."""
-    program = (
-        "import torch\n"
-        "fn = torch.compile(lambda x: x.sin() + 1, backend='fuseboard',"
-        " options={'backends': ['inductor', 'eager']})\n"
-        "with torch.no_grad():\n"
-        "    fn(torch.ones(3))\n"
-        "from fuseboard.profile.background import worker\n"
-        "import time\n"
-        "for _ in range(6000):\n"
-        "    if worker._child is not None:\n"
-        "        break\n"
-        "    time.sleep(0.01)\n"
-        "print(worker._child)\n"
-    )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "FUSEBOARD_POLICY": "measured"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    child = int(done.stdout)
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
-    assert list(tmp_path.glob("fuseboard-isolated-*")) == []
-
-
 def test_a_choice_under_a_profiler_is_not_kept():
     from torch.profiler import ProfilerActivity, profile
 
@@ -741,37 +707,3 @@ def test_a_choice_under_a_profiler_is_not_kept():
         assert last_graph().decided == "measured in a call"
         again(lambda: compiled(f, "a", "b", measure_s=0.05))(X)
     assert last_graph().decided == "measured in a call"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a stopped child")
-def test_a_killed_process_takes_its_stopped_child_along(tmp_path):
-    """Killed while it measures, which is when the child is stopped."""
-    program = (
-        "import os, signal, torch\n"
-        "from fuseboard.profile.background import worker\n"
-        "fn = torch.compile(lambda x: x.sin() + 1, backend='fuseboard',"
-        " options={'backends': ['inductor', 'eager']})\n"
-        "with torch.no_grad():\n"
-        "    fn(torch.ones(3))\n"
-        "import time\n"
-        "for _ in range(6000):\n"
-        "    if worker._child is not None:\n"
-        "        break\n"
-        "    time.sleep(0.01)\n"
-        "time.sleep(1.0)\n"  # until the child has begun
-        "with worker.paused():\n"
-        "    print(worker._child, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "FUSEBOARD_POLICY": "measured"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == -9, done.stderr
-    child = int(done.stdout)
-    for _ in range(100):
-        try:
-            os.kill(child, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the child lives on")

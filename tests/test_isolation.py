@@ -194,6 +194,16 @@ def test_a_crash_isnt_tried_again(place, monkeypatch):
     assert tries(place) == ["child", "child", "child"]
 
 
+def test_a_process_that_was_killed_is_tried_again(place):
+    """As one is where memory runs short: that isn't the backend's doing."""
+    call(place, "SIGKILL")
+    assert all_trips()[0].error == "LoweringError: in a child process it ended with SIGKILL"
+    assert files(place, CRASH) == []
+    call(place, "SIGKILL")
+    assert last_graph().regions[0].backend == "crashing"
+    assert tries(place) == ["child", "child"]
+
+
 def test_a_crash_raises_where_the_policy_says_so(place):
     """As any failure to lower."""
     with pytest.raises(BackendCompilerFailed, match=r"RegionError.* SIGABRT"):

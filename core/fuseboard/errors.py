@@ -66,7 +66,15 @@ class WrongValues(ContractError):
 
 
 class LoweringError(FuseboardError):
-    """A backend claimed a region but can't compile it. Plugins raise this from ``lower``."""
+    """A backend claimed a region but can't compile it. Plugins raise this from ``lower``.
+
+    :param for_good: False where this says nothing of the backend, such as where a process that
+        compiled was killed. The cost database keeps no such failure: later processes try again.
+    """
+
+    def __init__(self, *arguments: object, for_good: bool = True) -> None:
+        super().__init__(*arguments)
+        self.for_good = for_good
 
 
 class NotEnoughMemory(FuseboardError):

@@ -68,7 +68,7 @@ def why_not_installed() -> str:
 
 
 def _uncached(key_of: Callable[..., Any], bypass: type[Exception]) -> Callable[..., Any]:
-    """torch keeps results of fake ops for the whole process; blocks neither look up nor keep one."""
+    """Neither look up nor keep results in a block: torch's cache serves the whole process."""
 
     @wraps(key_of)
     def cache_key(mode: Any, state: Any, op: Any, *arguments: Any) -> Any:

@@ -54,6 +54,8 @@ def fuseboard_lower(region: Any, inputs: Any) -> fuseboard.LoweredRegion | None:
     if how in _WAYS:
         assert not here, "this would have ended the tests"
         _WAYS[how]()
+    if how.startswith("SIG") and not here:
+        _die_once(Path(f"{region.options.log}.{how}"), signal.Signals[how])
     if how == "declines":
         return None
     if how == "raises":
@@ -100,6 +102,13 @@ def _with_a_grandchild() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(os.environ["CRASHING_GRANDCHILD"]).write_text(str(child.pid))
     time.sleep(600)
+
+
+def _die_once(died: Path, number: int) -> None:
+    """The first time only; a file tells the next process."""
+    if not died.exists():
+        died.touch()
+        os.kill(os.getpid(), number)
 
 
 _WAYS = {

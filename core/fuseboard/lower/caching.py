@@ -222,14 +222,16 @@ class Cache:
         if before is not None:
             raise LoweringError(
                 f"in an earlier child process {before}; it isn't tried again until the backend's "
-                "fingerprint changes; `fuseboard cache clear --crashes` forgets it"
+                "fingerprint changes; `fuseboard cache clear --crashes` forgets it",
+                for_good=False,  # what is to be forgotten may not be in the cost database as well
             )
         try:
             result = lower_in_child(task.copied(), task.inputs, self._session)
         except Crash as crash:
-            if place is not None:
+            if place is not None and crash.own:
                 place.store.put_tried(place.key, str(crash))
-            raise LoweringError(f"in a child process {crash}") from crash
+            problem = f"in a child process {crash}"
+            raise LoweringError(problem, for_good=crash.for_good) from crash
         if result.unread:
             raise LoweringError(
                 f"{task.region.backend} can't be tried in a child process, which can't read the "
@@ -282,7 +284,8 @@ def _answered(result: Result) -> Result:
     :raises LoweringError: it is an exception.
     """
     if result.error:
-        raise LoweringError(f"in a child process: {result.error}")
+        problem = f"in a child process: {result.error}"
+        raise LoweringError(problem, for_good=result.for_good)
     return result
 
 

@@ -17,6 +17,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -45,6 +46,7 @@ class Result:
     """What the plugin answered.
 
     :ivar error: what it raised, as text.
+    :ivar for_good: as of a :class:`fuseboard.LoweringError`.
     :ivar late: it was stopped at the limit.
     :ivar declined: it returned None.
     :ivar unread: why the region can't be read in that process, as with an op of the user's program;
@@ -53,6 +55,7 @@ class Result:
     """
 
     error: str = ""
+    for_good: bool = True
     late: bool = False
     declined: bool = False
     unread: str = ""
@@ -64,6 +67,7 @@ class Result:
 def main(directory: Path) -> None:
     """Answer the request; ends the process, without a plugin's handlers at exit."""
     _be_killed_with_parent()
+    signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     try:
@@ -76,12 +80,23 @@ def main(directory: Path) -> None:
         unfinished.write_bytes(pickle.dumps(result))
         os.replace(unfinished, directory / "result")
         code = 0
+    except _Ended:
+        os.kill(os.getpid(), signal.SIGTERM)  # by its default this time, which the parent is told
     except BaseException:  # the interpreter's own end would abort, as the thread above reads
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+class _Ended(BaseException):
+    """The parent, or somebody else, wants this process to end: blocks are left, files removed."""
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise _Ended
 
 
 def _end_with_parent() -> None:
@@ -134,7 +149,9 @@ def _answer(request: Request, directory: Path) -> Result:
         try:
             answer = session.call("fuseboard_lower", backend, region=region, inputs=inputs)
         except (PluginError, LoweringError) as error:
-            return Result(error=describe(error), late=isinstance(error, HookTimeout))
+            for_good = getattr(error, "for_good", True)
+            late = isinstance(error, HookTimeout)
+            return Result(error=describe(error), for_good=for_good, late=late)
     if answer is None:
         return Result(declined=True)
     return Result(artifact=answer.artifact, notes=answer.notes, guards=watch.code())

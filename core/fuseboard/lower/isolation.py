@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,22 @@ from fuseboard.lower.isolated import Request, Result
 #: What importing torch and the plugin may take, beyond the limit of the hook.
 START_S = 120.0
 _POLL_S = 0.02
+#: What a process has to remove its temporary files, when it is ended before its time.
+_GRACE_S = 0.2
+#: Signals that a process gets for what its own code does. Any other one comes from outside, such as
+#: from a system that is short of memory.
+_FAULTS = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 
 
 class Crash(LoweringError):
-    """The child process ended before it had answered, or took too long; "it ended with SIGABRT"."""
+    """The child process ended before it had answered, or took too long; "it ended with SIGABRT".
+
+    :param own: what was compiled did that, rather than somebody who killed the process.
+    """
+
+    def __init__(self, message: str, *, own: bool = True, for_good: bool = True) -> None:
+        super().__init__(message, for_good=for_good)
+        self.own = own
 
 
 def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> Result:
@@ -45,6 +60,7 @@ def answer_in_child(
     limit_s: float,
     origin: str,
     started: Callable[[int], None] = lambda process: None,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Result:
     """Start a process that lowers a region, and wait for what it answers.
 
@@ -53,16 +69,16 @@ def answer_in_child(
     :param limit_s: seconds that the backend has.
     :param origin: where that was set.
     :param started: is told the process's group.
+    :param wanted: whether somebody still waits; asked all the while.
     :raises Crash: it ended with a signal or an exit code, or didn't answer in time.
-    :raises LoweringError: it didn't start.
+    :raises LoweringError: it didn't start, or nobody waits for it.
     """
     backend = request.region["backend"]
-    with tempfile.TemporaryDirectory(prefix="fuseboard-isolated-") as name:
-        directory = Path(name)
+    with _own_directory() as directory:
         (directory / "request").write_bytes(pickle.dumps(request))
         with (directory / "output").open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", "fuseboard.lower.isolated", name],
+                [sys.executable, "-m", "fuseboard.lower.isolated", str(directory)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -71,7 +87,7 @@ def answer_in_child(
             )
             try:
                 started(child.pid)
-                late = _wait(child, directory, limit_s)
+                late = _wait(child, directory, limit_s, wanted)
             finally:
                 _end(child)
         result = directory / "result"
@@ -83,8 +99,32 @@ def answer_in_child(
         raise Crash(f"it gave no answer within hook_limit_s = {limit_s:g} (set in {origin}){said}")
     how = "it didn't start in time" if late else f"it ended with {_name(child.returncode)}"
     if not began:
-        raise LoweringError(f"{backend} can't be tried in a child process: {how}{said}")
-    raise Crash(f"{how}{said}")
+        problem = f"{backend} can't be tried in a child process: {how}{said}"
+        raise LoweringError(problem, for_good=False)
+    code = child.returncode
+    own = code >= 0 or _name(code) in _FAULTS
+    raise Crash(f"{how}{said}", own=own, for_good=code >= 0)
+
+
+@contextmanager
+def _own_directory() -> Iterator[Path]:
+    """A temporary directory that goes with the block, and at the latest with this process.
+
+    :class:`tempfile.TemporaryDirectory` goes with any process as well that was forked in the
+    meantime, at that one's end.
+    """
+    process, path = os.getpid(), Path(tempfile.mkdtemp(prefix="fuseboard-isolated-"))
+
+    def remove() -> None:
+        if os.getpid() == process:
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)  # a daemon thread's block is never left
+    try:
+        yield path
+    finally:
+        remove()
+        atexit.unregister(remove)
 
 
 def _import_as_here() -> dict[str, str]:
@@ -141,8 +181,13 @@ def make_request(region: Region, inputs: Sequence[Any], session: Session) -> Req
     )
 
 
-def _wait(child: subprocess.Popen[bytes], directory: Path, limit_s: float) -> bool:
-    """Wait for the child's end. True where it took too long to start or to answer."""
+def _wait(
+    child: subprocess.Popen[bytes], directory: Path, limit_s: float, wanted: Callable[[], bool]
+) -> bool:
+    """Wait for the child's end. True where it took too long to start or to answer.
+
+    :raises LoweringError: nobody waits any more.
+    """
     begun = time.monotonic()
     started = False
     while True:
@@ -151,6 +196,8 @@ def _wait(child: subprocess.Popen[bytes], directory: Path, limit_s: float) -> bo
             return False
         except subprocess.TimeoutExpired:
             pass
+        if not wanted():
+            raise LoweringError("nobody waits for it any more", for_good=False)
         now = time.monotonic()
         if not started and (directory / "started").exists():
             started, begun = True, now
@@ -159,8 +206,18 @@ def _wait(child: subprocess.Popen[bytes], directory: Path, limit_s: float) -> bo
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill it and what it started, if anything of it is left."""
+    """End it and what it started, if anything of it is left.
+
+    Compilers remove their temporary files at SIGTERM, which this waits for; then it kills.
+    """
     try:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            end = time.monotonic() + _GRACE_S
+            while time.monotonic() < end:
+                child.poll()  # a zombie would count as left
+                os.killpg(child.pid, 0)
+                time.sleep(0.005)
         os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass  # all of it has ended; macOS says so in the second way

@@ -8,6 +8,7 @@ first results always are. Once ``max_shapes`` combinations are compiled, others 
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,17 @@ from fuseboard.report.data import GraphReport, RegionReport
 #: Held while something is compiled. Dynamo holds a lock of its own, but backwards are compiled
 #: outside of it, and specialisations in the middle of a call.
 compiling = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Free it in a forked child, unless this thread holds it: no other one is there to do so."""
+    lock: Any = compiling  # what CPython's own modules do with their locks has no public name
+    if not lock._is_owned():
+        lock._at_fork_reinit()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Code(Protocol):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -24,13 +26,14 @@ from fuseboard.errors import LoweringError
 from fuseboard.lower.caching import Deferred, Token
 from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import answer_in_child
+from fuseboard.torch_state import StateGuard
 
 log = logging.getLogger("fuseboard")
 
 #: Comparisons of a graph that may follow each other: what is compiled elsewhere, what only this
 #: process can compile, what there was no memory for beside others, the composite.
 _ROUNDS = 8
-#: How long the end of a process waits for its child to be gone.
+#: How long the end of a process waits for its killed child to be gone, and the files with it.
 _END_S = 5.0
 
 
@@ -63,6 +66,9 @@ class Settling(Protocol):
     def waiting(self) -> int:
         """How many of its regions are still to be compiled."""
 
+    def forked(self) -> None:
+        """In a forked child: what another process compiles isn't waited for."""
+
     def settle(self) -> bool:
         """Decide now, on inputs that were kept; False where that needs another call."""
 
@@ -71,54 +77,82 @@ class Settling(Protocol):
 
 
 class Worker:
-    """A thread that has jobs done in child processes, one after another."""
+    """A thread that has jobs done in child processes, one after another.
+
+    It is the process's that made it: a fork inherits the object, and leaves thread and child alone.
+    """
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._child: int | None = None
+        #: No child, nor any files for one, are there.
+        self._idle = threading.Event()
+        self._idle.set()
         self._ending = False
 
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="fuseboard", daemon=True)
-                self._thread.start()
-                atexit.register(self._end)
+            if self._thread is not None or self._ending:
+                return
+            thread = threading.Thread(target=self._work, name="fuseboard", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # at the end of the process: the graph stays undecided
+                return
+            self._thread = thread
+            # A forked child of multiprocessing ends without what atexit knows of.
+            multiprocessing.util.Finalize(None, self.end, exitpriority=0)
 
-    def _end(self) -> None:
-        """At this process's end: the child goes, and its files with it."""
-        self._ending = True
-        self._signal("SIGKILL")
-        if self._thread is not None:
-            self._thread.join(_END_S)
+    def end(self) -> None:
+        """At this process's end: the child goes, and its files with it. No other one is started.
+
+        The thread, which has to be a daemon for that, isn't waited for: it waits for jobs for ever.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._ending = True
+        self._idle.wait(_END_S)
 
     def _work(self) -> None:
-        while not self._ending:
+        while True:
             job = self._jobs.get()
             if not job.wanted():
                 continue
+            with self._lock:
+                if self._ending:
+                    return
+                self._idle.clear()
             start = time.perf_counter()
-            try:
-                result = answer_in_child(job.request, job.limit_s, job.origin, self._started)
-            except LoweringError as error:
-                result = Result(error=str(error))
-            except Exception as error:  # such as a full disk; the thread has to go on
-                result = Result(error=f"{type(error).__name__}: {error}")
-            finally:
-                with self._lock:
-                    self._child = None
+            result = self._answer(job)
             if self._ending:
                 return
             job.done(job.token, result, time.perf_counter() - start)
 
+    def _answer(self, job: Job) -> Result:
+        """What a child process answers, unless it is ended for want of anybody who waits."""
+
+        def wanted() -> bool:
+            return job.wanted() and not self._ending
+
+        try:
+            return answer_in_child(job.request, job.limit_s, job.origin, self._started, wanted)
+        except LoweringError as error:
+            return Result(error=str(error), for_good=error.for_good)
+        except Exception as error:  # such as a full disk; the thread has to go on
+            return Result(error=f"{type(error).__name__}: {error}", for_good=False)
+        finally:
+            with self._lock:
+                self._child = None
+            self._idle.set()
+
     def _started(self, process: int) -> None:
         with self._lock:
             self._child = process
-        if self._ending:
-            self._signal("SIGKILL")
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, process, 10)
 
@@ -132,8 +166,8 @@ class Worker:
             self._signal("SIGCONT")
 
     def _signal(self, name: str) -> None:
-        if not hasattr(signal, name):
-            return  # not on Windows
+        if not hasattr(signal, name) or os.getpid() != self._process:
+            return  # on Windows; in a fork
         with self._lock:
             if self._child is not None:
                 try:
@@ -211,23 +245,37 @@ def wait(timeout_s: float | None = None, progress: bool = True) -> bool:
 @contextmanager
 def _shown(progress: bool) -> Iterator[Callable[[int, int], None]]:
     """A line of progress that tells (settled, all) graphs."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    if not progress or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with StateGuard():  # importing rich draws from Python's generator of random numbers
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not progress or not console.is_terminal) as p:
+    with Progress(*columns, console=Console(stderr=True)) as p:
         task = p.add_task("fuseboard: settling")
         yield lambda done, total: p.update(
             task, description=f"fuseboard: {done} of {total} graphs settled"
         )
 
 
+def _end() -> None:
+    """Of this process: the worker is its own, though a fork inherits what is registered."""
+    worker.end()
+
+
+atexit.register(_end)
+
+
 def _after_fork() -> None:
     """A forked child has neither the thread nor the graphs' child process."""
     global worker
     worker = Worker()
+    graphs = list(_unsettled)
     _unsettled.clear()
+    for graph in graphs:
+        graph.forked()
 
 
 if hasattr(os, "register_at_fork"):

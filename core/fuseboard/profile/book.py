@@ -92,19 +92,29 @@ class Book:
             )
         return None
 
-    def record(self, winner: str, candidates: Sequence[CandidateReport], settled: bool) -> None:
-        """Keep a decision."""
+    def record(
+        self,
+        winner: str,
+        candidates: Sequence[CandidateReport],
+        settled: bool,
+        undecided: Collection[str] = (),
+    ) -> None:
+        """Keep a decision.
+
+        :param undecided: names of candidates that a later process tries as if this one hadn't.
+        """
         if self.parts is None:
             return
+        costs = [_cost(told, told.name in undecided) for told in candidates]
         self.database.record(
             Decision(
                 key=decision_key(self.level, self.parts),
                 parts=self.parts,
                 level=self.level,
                 winner=winner,
-                candidates=tuple(map(_cost, candidates)),
+                candidates=tuple(costs),
                 title=f"{self.report.kind} {self.report.frame}",
-                settled=settled,
+                settled=settled and not undecided,
                 created=time.time(),
             )
         )
@@ -136,9 +146,9 @@ def _settings(session: Session) -> str:
     return json.dumps(values, sort_keys=True, default=repr)
 
 
-def _cost(told: CandidateReport) -> CandidateCost:
+def _cost(told: CandidateReport, undecided: bool) -> CandidateCost:
     problem = told.problem
-    if not problem and told.state in ("waiting", "untried"):
+    if undecided or (not problem and told.state in ("waiting", "untried")):
         problem = NOT_TRIED
     return CandidateCost(
         name=told.name,

@@ -28,6 +28,7 @@ class Candidate:
     :ivar postponed: it is to be lowered in this process, by a later call.
     :ivar program: None until it is lowered, and again once it has lost.
     :ivar proven: its outputs were right, in this process or an earlier one.
+    :ivar undecided: it is out in this process, for nothing that later ones should go by.
     :ivar given: its code, where nothing has to be lowered.
     """
 
@@ -39,6 +40,7 @@ class Candidate:
     postponed: bool = False
     program: Program | None = None
     proven: bool = False
+    undecided: bool = False
     given: Site | None = None
 
     @property

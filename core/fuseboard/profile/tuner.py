@@ -17,7 +17,7 @@ import torch
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Stage
-from fuseboard.errors import CONTAINED, NotEnoughMemory, RegionError
+from fuseboard.errors import CONTAINED, LoweringError, NotEnoughMemory, RegionError
 from fuseboard.lower.caching import Token
 from fuseboard.lower.checked import Proofs
 from fuseboard.lower.copies import Kept
@@ -180,6 +180,15 @@ class Tuner:
                 self._due.append(candidate)
                 self._runner.interrupt(self._call)
 
+    def forked(self) -> None:
+        """In a forked child: what the parent has compiled doesn't come here."""
+        self._lock = threading.RLock()  # a thread that this process hasn't may have held it
+        for candidate in self._candidates:
+            if candidate.waiting:
+                candidate.undecided = True
+                candidate.drop("untried", "it was being compiled for the process that was forked")
+        self._tell_whether_settled()
+
     # --- in a call ------------------------------------------------------------------------------
 
     def _tune(self, args: list[Any]) -> Sequence[Any]:
@@ -299,7 +308,8 @@ class Tuner:
         if is_recording():  # torch's profiler weighs on candidates of many ops
             self._report.notes.append("chosen under a profiler: later processes choose again")
         else:
-            self._book.record(winner.name, self._report.candidates, self.settled)
+            undecided = {c.name for c in self._candidates if c.undecided}
+            self._book.record(winner.name, self._report.candidates, self.settled, undecided)
         emit(self._report)
 
     def _winner(self, right: list[Candidate], inputs: list[Any], kept: Kept) -> Candidate | None:
@@ -422,6 +432,7 @@ class Tuner:
             self._runner.uncompiled = self._runner.entry.eager
         instead = "eager" if others in ([], ["eager"]) else "the other candidates"
         plugin = getattr(error, "plugin", "") or candidate.cuts[0].backend
+        candidate.undecided = isinstance(error, LoweringError) and not error.for_good
         candidate.drop("failed", describe(error))
         action, who = ask(self._session, self.name, plugin, stage, error)
         if action == "raise":

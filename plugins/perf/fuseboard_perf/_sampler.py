@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 import fuseboard
@@ -28,7 +30,8 @@ class Perf:
         self.python_frames = _python_names_its_calls()
         self._executable = executable
         self._call_graph = call_graph
-        self._folder = tempfile.TemporaryDirectory(prefix="fuseboard-perf-")
+        self._folder = Path(tempfile.mkdtemp(prefix="fuseboard-perf-"))
+        self._clean_up = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._record: fuseboard.SamplerProcess | None = None
         self._script: fuseboard.SamplerProcess | None = None
         self._pipes: list[int] = []
@@ -60,7 +63,7 @@ class Perf:
             os.close(acknowledge)
 
     def _path(self, name: str) -> Path:
-        return Path(self._folder.name) / name
+        return self._folder / name
 
     def status(self) -> fuseboard.SamplerStatus:
         if self._done is not None:
@@ -115,7 +118,7 @@ class Perf:
         for descriptor in self._pipes:
             os.close(descriptor)
         self._pipes.clear()
-        self._folder.cleanup()
+        self._clean_up()
 
     def results(self) -> list[fuseboard.StackSample] | None:
         state = self.status()
@@ -133,6 +136,12 @@ class Perf:
         if self._record is None:
             raise fuseboard.SamplingError("perf was not started")
         return self._record
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Unlike a ``TemporaryDirectory`` the folder stays at the end of a forked child."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _python_names_its_calls() -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ class PySpy:
         self._executable = executable
         self._native = native
         self._blocking = blocking
-        self._folder = tempfile.TemporaryDirectory(prefix="fuseboard-pyspy-")
+        self._folder = Path(tempfile.mkdtemp(prefix="fuseboard-pyspy-"))
+        self._clean_up = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._command: list[str] = []
         self._process: fuseboard.SamplerProcess | None = None
         self._notes: list[str] = []
@@ -45,7 +49,7 @@ class PySpy:
 
     @property
     def _written(self) -> Path:
-        return Path(self._folder.name) / "profile.json"
+        return self._folder / "profile.json"
 
     def start(self, pid: int, run_id: str, options: fuseboard.SamplingOptions) -> None:
         self._command = [
@@ -59,7 +63,7 @@ class PySpy:
     def _run(self) -> None:
         # py-spy reads native frames only of a process that stands still.
         how = ["--native"] if self._native else [] if self._blocking else ["--nonblocking"]
-        log = Path(self._folder.name) / "log.txt"
+        log = self._folder / "log.txt"
         self._process = fuseboard.SamplerProcess([*self._command, *how], log)
 
     def status(self) -> fuseboard.SamplerStatus:
@@ -92,7 +96,7 @@ class PySpy:
             return
         if self._stopped:
             self._process.kill()
-            self._folder.cleanup()
+            self._clean_up()
         else:
             self._stopped = True
             self._process.interrupt()
@@ -106,13 +110,19 @@ class PySpy:
         samples = read_speedscope(json.loads(self._written.read_text()))
         self._done = state
         self._started().kill()  # it has ended; this takes back its leave to trace
-        self._folder.cleanup()
+        self._clean_up()
         return samples
 
     def _started(self) -> fuseboard.SamplerProcess:
         if self._process is None:
             raise fuseboard.SamplingError("py-spy was not started")
         return self._process
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Unlike a ``TemporaryDirectory`` the folder stays at the end of a forked child."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_speedscope(document: dict[str, Any]) -> list[fuseboard.StackSample]:

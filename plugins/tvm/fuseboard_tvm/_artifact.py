@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,21 @@ def pack(stored: Stored) -> bytes:
 
 
 def _library(executable: Any) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="fuseboard_tvm_") as directory:
-        path = Path(directory, "region.so")
+    with _own_folder() as folder:
+        path = folder / "region.so"
         executable.export_library(str(path))
         return path.read_bytes()
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A temporary folder for the block; a ``TemporaryDirectory`` goes at a forked child's end."""
+    process, folder = os.getpid(), Path(tempfile.mkdtemp(prefix="fuseboard_tvm_"))
+    try:
+        yield folder
+    finally:
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def unpack(artifact: bytes) -> Stored:
@@ -75,8 +88,8 @@ def unpack(artifact: bytes) -> Stored:
 
 def _loaded(library: bytes) -> Any:
     """A library stays loaded, so its file may go once it is."""
-    with tempfile.TemporaryDirectory(prefix="fuseboard_tvm_") as directory:
-        path = Path(directory, "region.so")
+    with _own_folder() as folder:
+        path = folder / "region.so"
         path.write_bytes(library)
         return tvm.runtime.load_module(str(path))
 
