@@ -67,6 +67,19 @@ def test_a_block_that_raises_is_put_back_too():
     assert not put_back(before)
 
 
+def test_a_switch_that_torch_refuses_to_read_is_no_obstacle():
+    """Once precisions were set for libraries apart, the one of all products can't be read."""
+    with StateGuard():
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        with StateGuard() as guard:
+            torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+        assert "mkldnn.matmul.fp32_precision from 'bf16' to 'ieee'" in guard.told("answers")
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+
+
 def test_an_honest_block_changes_nothing():
     """Contexts that are left again, and computing, aren't told of."""
     with StateGuard() as guard:

@@ -33,6 +33,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from fuseboard import torch_switches
+
 #: What a change of a part means. ``answers``: the program may compute something else, or otherwise
 #: than its author wants. ``surroundings``: it is the process's, and an engine may change it when it
 #: is imported. ``draws``: numbers were drawn from a generator.
@@ -257,58 +259,36 @@ def _set_autocast_nesting(nesting: int) -> None:
         torch.clear_autocast_cache()
 
 
+_SDP_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
 def _number_parts() -> Iterator[StatePart]:
     """What results, and the time that they take, depend on."""
-    own = torch._C
-    yield StatePart("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield StatePart("torch.set_num_threads", torch.get_num_threads, torch.set_num_threads)
-    yield StatePart(
-        "torch.use_deterministic_algorithms",
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda value: own._set_deterministic_algorithms(value[0], warn_only=value[1]),
-    )
-    # What sets several precisions at once comes before each of them.
-    yield from _pair(
-        own,
-        "_get_float32_matmul_precision",
-        "_set_float32_matmul_precision",
-        "torch.set_float32_matmul_precision",
-    )
-    read = getattr(own, "_get_fp32_precision_getter", None)
-    write = getattr(own, "_set_fp32_precision_setter", None)
-    if read is not None and write is not None:
-        ops = ("all", "matmul", "conv", "rnn")
-        places = [("generic", "all"), *((b, op) for b in ("mkldnn", "cuda") for op in ops)]
-        for place in places:
+    for name, (_, put) in torch_switches.SWITCHES.items():
+        if put is not None:
+            text = _SWITCHES.get(name, f"torch.{name}")
             yield StatePart(
-                f"the float32 precision of {'.'.join(place)}",
-                partial(read, *place),
-                partial(write, *place),
+                text, partial(torch_switches.read, name), partial(torch_switches.write, name)
             )
-    for name, text in _SWITCHES.items():
-        yield from _pair(own, f"_get_{name}", f"_set_{name}", text)
-    for name in _SDP_KERNELS:
-        yield from _pair(own, f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}", f"sdp {name}")
+    for name, text in _FURTHER_SWITCHES.items():
+        yield from _pair(torch._C, f"_get_{name}", f"_set_{name}", text)
 
 
+#: Names for people, of switches that aren't attributes of ``torch``.
 _SWITCHES = {
-    "mkldnn_enabled": "torch.backends.mkldnn.enabled",
-    "mkldnn_deterministic": "torch.backends.mkldnn.deterministic",
-    "nnpack_enabled": "torch.backends.nnpack.enabled",
-    "cudnn_enabled": "torch.backends.cudnn.enabled",
-    "cudnn_benchmark": "torch.backends.cudnn.benchmark",
-    "cudnn_deterministic": "torch.backends.cudnn.deterministic",
-    "qengine": "torch.backends.quantized.engine",
-    "warnAlways": "torch.set_warn_always",
-    "deterministic_fill_uninitialized_memory": "fill_uninitialized_memory",
-    "cpu_allow_fp16_reduced_precision_reduction": "reduced precision of float16 on CPU",
-    "cublas_allow_fp16_accumulation": "allow_fp16_accumulation",
-    "autograd_fallback_mode": "the fallback of autograd",
+    "default_dtype": "the default dtype",
+    "deterministic": "torch.use_deterministic_algorithms",
+    "float32_matmul_precision": "torch.set_float32_matmul_precision",
+    **{f"{kind}_sdp": f"torch.backends.cuda.enable_{kind}_sdp" for kind in _SDP_KERNELS},
+    "attention_fast_path": "torch.backends.mha.set_fastpath_enabled",
 }
-_SDP_KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+#: Nothing that is compiled depends on these.
+_FURTHER_SWITCHES = {
+    "warnAlways": "torch.set_warn_always",
+    "autograd_fallback_mode": "the fallback of autograd",
+    "nnpack_enabled": "torch.backends.nnpack",
+}
 
 
 def _python_parts() -> Iterator[StatePart]:

@@ -63,6 +63,7 @@ def _problem(
     given: dict[str, Any],
     settings: Settings,
 ) -> str:
+    message = message.removeprefix("Value error, ")  # pydantic's, before what a validator says
     if not loc:  # a rule of the model as a whole
         where = settings.origin(f"plugins.{plugin}")
         return f"plugins.{plugin} = {given!r}: {message}. Set in {where}."

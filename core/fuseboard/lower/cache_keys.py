@@ -8,8 +8,8 @@ import json
 import operator
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
@@ -24,6 +24,7 @@ from fuseboard import torch_graphs, torch_internals, torch_symbols
 from fuseboard.contracts import BackendInfo, GraphKind, Region
 from fuseboard.lower.artifacts import Key
 from fuseboard.partition.signature import signature
+from fuseboard.torch_switches import read_switches
 
 
 class NotCacheable(Exception):
@@ -219,39 +220,4 @@ def gpu() -> str:
 
 def numerics() -> str:
     """The switches of torch that choose among kernels."""
-    utils: Any = torch.utils
-    state = {
-        "dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fill": _read(
-            partial(operator.attrgetter("deterministic.fill_uninitialized_memory"), utils)
-        ),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "matmul": _read(torch.get_float32_matmul_precision),
-    }
-    for path in _PRECISIONS:
-        state[path] = _read(partial(operator.attrgetter(path), torch.backends))
-    return ", ".join(f"{name}={value}" for name, value in state.items())
-
-
-_PRECISIONS = (
-    "mkldnn.matmul.fp32_precision",
-    "mkldnn.conv.fp32_precision",
-    "mkldnn.rnn.fp32_precision",
-    "cuda.matmul.fp32_precision",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cudnn.conv.fp32_precision",
-    "cudnn.enabled",
-    "cudnn.benchmark",
-    "cudnn.deterministic",
-)
-
-
-def _read(switch: Callable[[], Any]) -> Any:
-    """A switch's value. Some don't exist in every torch, and some raise beside others."""
-    try:
-        return switch()
-    except (AttributeError, RuntimeError) as error:
-        return type(error).__name__
+    return ", ".join(f"{name}={value}" for name, value in read_switches().items())

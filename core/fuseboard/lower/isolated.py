@@ -31,7 +31,7 @@ class Request:
     :ivar region: the fields of the region but its graph, options and records.
     :ivar graph: as :func:`fuseboard.torch_graphs.graph_to_bytes` made it.
     :ivar options: settings, as ``torch.compile(options=)`` takes them.
-    :ivar state: of torch: threads, default dtype, determinism, matmul precision.
+    :ivar state: of torch: its threads, and its switches.
     """
 
     module: str
@@ -121,14 +121,11 @@ def _answer(request: Request, directory: Path) -> Result:
     from fuseboard.lower.failure import describe
     from fuseboard.profile.costs import PluginRecords, database
     from fuseboard.torch_graphs import graph_from_bytes
+    from fuseboard.torch_switches import set_switches
     from fuseboard.torch_symbols import GuardWatch
 
     torch.set_num_threads(request.state["threads"])
-    torch.set_default_dtype(request.state["dtype"])
-    torch.use_deterministic_algorithms(
-        request.state["deterministic"], warn_only=request.state["warn_only"]
-    )
-    torch.set_float32_matmul_precision(request.state["precision"])
+    set_switches(request.state["switches"])
     backend = request.region["backend"]
     if request.module:
         register(importlib.import_module(request.module), backend)

@@ -23,6 +23,7 @@ from fuseboard.board import Session
 from fuseboard.contracts import Region
 from fuseboard.errors import LoweringError
 from fuseboard.lower.isolated import Request, Result
+from fuseboard.torch_switches import read_switches
 
 #: What importing torch and the plugin may take, beyond the limit of the hook.
 START_S = 120.0
@@ -171,13 +172,7 @@ def make_request(region: Region, inputs: Sequence[Any], session: Session) -> Req
         region={field: getattr(region, field) for field in fields},
         graph=torch_graphs.graph_to_bytes(region.graph, inputs),
         options=options,
-        state={
-            "threads": torch.get_num_threads(),
-            "dtype": torch.get_default_dtype(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-            "precision": torch.get_float32_matmul_precision(),
-        },
+        state={"threads": torch.get_num_threads(), "switches": read_switches()},
     )
 
 
