@@ -10,6 +10,8 @@ from typing import Any
 
 from benchmarks import compile_time, pairs, sampling, tuning
 from benchmarks.arms import CONTROL
+from benchmarks.exits import LIMIT_S as EXIT_LIMIT_S
+from benchmarks.exits import MOMENTS, ExitCost, measure_exits
 from benchmarks.findings import Finding, judge_at_least, verdict
 from benchmarks.imports import ImportCost, measure_imports
 from benchmarks.pairs import Pair
@@ -39,11 +41,12 @@ class Scale:
     cold: int = 2
     memory: int = 2
     imports: int = 10
+    exits: int = 5
     partitions: int = 3
 
 
 FULL = Scale()
-QUICK = Scale(pairs=1, cold=1, memory=1, imports=4, partitions=1)
+QUICK = Scale(pairs=1, cold=1, memory=1, imports=4, exits=2, partitions=1)
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,17 @@ def import_finding(cost: ImportCost) -> Finding:
     return Finding(claim, measured, verdict(cost.added.value <= IMPORT_LIMIT_MS), {"cost": cost})
 
 
+def _exits(session: Session, scale: Scale) -> list[Finding]:
+    return [exit_finding(cost) for cost in measure_exits(scale.exits, session.advance)]
+
+
+def exit_finding(cost: ExitCost) -> Finding:
+    when = {"settled": "after settling", "compiling": "while a child process compiles"}[cost.moment]
+    claim = f"a process ends {when} at most {EXIT_LIMIT_S:g} s later than under backend='eager'"
+    measured = f"{cost.added} s; eager {cost.eager} s, fuseboard {cost.fuseboard} s"
+    return Finding(claim, measured, verdict(cost.added.value <= EXIT_LIMIT_S), {"cost": cost})
+
+
 def _compile_time(session: Session, scale: Scale) -> list[Finding]:
     return compile_time.findings(session, scale.cold)
 
@@ -254,6 +268,7 @@ def _runner(session: Session, scale: Scale) -> list[Finding]:
 
 CHECKS = (
     Check("imports", _imports, lambda scale: scale.imports + 1),
+    Check("exit", _exits, lambda scale: len(MOMENTS) * (scale.exits + 1)),
     Check("graphs", _graphs, lambda scale: 2),
     _speed_check("mlp-call", "mlp-b1", "fuseboard", "inductor", 1.0, by_latency=True),
     _speed_check("minilm-speed", "minilm-8x64", "fuseboard", "inductor", 1.0),
