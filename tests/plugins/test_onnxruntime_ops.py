@@ -50,6 +50,7 @@ def inputs_of(name: str) -> dict[str, list[torch.Tensor]]:
             "NaN and infinities": [cases.SPECIAL],
             # To ops of one element at a time sizes don't matter.
             **({} if op in POINTWISE else SIZES),
+            **({"no dimensions": [cases.within()]} if op in cases.OF_A_NUMBER else {}),
         }
     if kind == "two":
         return {
@@ -71,7 +72,16 @@ def inputs_of(name: str) -> dict[str, list[torch.Tensor]]:
         }
         return {**found, "empty": [cases.ints(0, 7), cases.ints(0, 7, seed=1, low=1)]}
     _, given = cases.OTHER[op]
-    return {"plain": given, "symbolic": given}
+    found = {"plain": given, "symbolic": given}
+    if op in cases.LAID_OUT:
+        found["transposed"] = [transposed(one) for one in given]
+        found["one transposed"] = [transposed(given[0]), *given[1:]]
+    return found
+
+
+def transposed(value: torch.Tensor) -> torch.Tensor:
+    """Equal to a value, and with its last two dimensions in another order in memory."""
+    return value.mT.contiguous().mT if value.dim() > 1 else value
 
 
 def function_of(name: str) -> Callable[..., Any]:

@@ -41,6 +41,17 @@ def flags(*shape: int, seed: int = 0) -> torch.Tensor:
 #: Both zeros, infinities and NaN.
 SPECIAL = torch.tensor([[0.0, -0.0, 1.0, -1.5], [float("inf"), -float("inf"), float("nan"), 2.5]])
 
+#: Ops of UNARY that are also called with a tensor without dimensions, of which they name one.
+OF_A_NUMBER = frozenset(
+    "sum_last mean_last cumsum var var_biased std var_mean norm norm_1 logsumexp softmax amax "
+    "argmax any_dim all_dim flip".split()
+)
+#: Ops of OTHER whose kernels lay out results otherwise than torch's fake ones, by their inputs.
+LAID_OUT = frozenset(
+    "layer_norm_grad batch_norm batch_norm_2d batch_norm_training batch_norm_grad index_second "
+    "softmax_grad log_softmax_grad relu_grad hardtanh_grad split_sizes".split()
+)
+
 #: Op → function of tensors that calls it. The inputs are in the tables after this one.
 UNARY = {
     "abs": torch.abs,

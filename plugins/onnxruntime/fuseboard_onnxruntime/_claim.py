@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fuseboard
-from fuseboard_onnxruntime._ops import why_not
+from fuseboard_onnxruntime._forms import why_not_claimed
 
 aten: Any = torch.ops.aten
 
@@ -55,7 +55,7 @@ def claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
     native = {node for node in graph.graph.nodes if node.target in _NATIVE}
     for node in list(native):
         native.update(_around(node))
-    return fuseboard.claim_nodes(graph, why_not, native=native.__contains__)
+    return fuseboard.claim_nodes(graph, why_not_claimed, native=native.__contains__)
 
 
 def _around(node: Node) -> set[Node]:

@@ -21,6 +21,25 @@ def clean(graph: Any) -> None:
             graph.remove(node, safe=True)
         elif node.op_type in ("LayerNormalization", "MaxPool"):
             _drop_side_results(node)
+    _own_outputs(graph)
+
+
+def _own_outputs(graph: Any) -> None:
+    """Each output a value of its own that a node computes.
+
+    ONNX Runtime writes nothing to the memory that an output is bound to if it is an input, too.
+    """
+    import onnx_ir as ir
+
+    taken: set[Any] = set()
+    for place, value in enumerate(graph.outputs):
+        if value.producer() is None or value in taken:
+            node = ir.Node("", "Identity", [value])
+            node.outputs[0].name = f"output_{place}_of_its_own"
+            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+            graph.append(node)
+            graph.outputs[place] = node.outputs[0]
+        taken.add(graph.outputs[place])
 
 
 def _plain_cast(graph: Any, node: Any) -> None:

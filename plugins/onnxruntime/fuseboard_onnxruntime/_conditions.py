@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fuseboard_onnxruntime._layout import is_row_major, lies_as
 from fuseboard_onnxruntime._torch_internals import has_unbacked_symbols, known_equal, known_true
 
 __all__ = ["has_unbacked_symbols"]
@@ -19,6 +20,10 @@ aten: Any = torch.ops.aten
 MOST_TERMS = 1024
 
 Condition = Callable[[Node], str | None]
+
+#: The board plans with the strides of fake values, and users see those of eager's kernels. Torch
+#: 2.13 has decompositions in place of these kernels when it computes fake values.
+_UNKNOWN_STRIDES = "torch's fake result has other strides than eager's"
 
 
 def tensor(arg: Any) -> torch.Tensor | None:
@@ -32,6 +37,12 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
+
+
+def _result(node: Node) -> torch.Tensor | None:
+    """The first result."""
+    value = node.meta["val"]
+    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _is_float(arg: Any) -> bool:
@@ -91,6 +102,21 @@ def known_parts(node: Node) -> str | None:
     return None if all(isinstance(size, int) for size in sizes) else "a split of symbolic size"
 
 
+def known_count(node: Node) -> str | None:
+    """A dimension of known size."""
+    value, dim = tensor(node.args[0]), argument(node, 1, "dim", 0)
+    known = value is not None and isinstance(value.shape[dim], int)
+    return None if known else "a split of symbolic size"
+
+
+def whole_steps(node: Node) -> str | None:
+    """Whole numbers below 2^24, which float32 holds."""
+    for number in node.args:
+        if isinstance(number, int | float) and not (number % 1 == 0 and abs(number) < 2**24):
+            return "a range by fractions: ONNX Runtime may round to one element more or less"
+    return None
+
+
 def mean_loss(node: Node) -> str | None:
     """Floats, 1 to 1024 of them."""
     value = tensor(node.args[0])
@@ -124,11 +150,14 @@ def power(node: Node) -> str | None:
     return no_bool(node)
 
 
-def _reduced(node: Node) -> Any:
-    """How many elements each result of a reduction is made of."""
+def _reduced(node: Node, position: int = 1) -> Any:
+    """How many elements each result of a reduction is made of.
+
+    :param position: of the dimensions among the arguments.
+    """
     value = tensor(node.args[0])
     assert value is not None
-    dims = argument(node, 1, "dim")
+    dims = argument(node, position, "dim")
     if dims is None or (isinstance(dims, list | tuple) and not dims):
         return value.numel()
     return math.prod(
@@ -163,14 +192,30 @@ def not_empty(node: Node) -> str | None:
     return None
 
 
+def has_dimensions(node: Node) -> str | None:
+    """A tensor with dimensions."""
+    value = tensor(node.args[0])
+    if value is None or value.dim() == 0:
+        return "a tensor without dimensions, of which torch allows to name one"
+    return None
+
+
+def over_a_dimension(node: Node) -> str | None:
+    """A tensor with dimensions, over at least one element."""
+    return has_dimensions(node) or not_empty(node)
+
+
+def something(node: Node) -> str | None:
+    """A result with elements."""
+    value = tensor(node)
+    if value is None or any(known_equal(size, 0) for size in value.shape):
+        return "a result without elements"
+    return None
+
+
 def mean_of(node: Node) -> str | None:
     """Floats, over 1 to 1024 elements."""
     return not_empty(node) or short(node) or floats_only(node)
-
-
-def extent(node: Node) -> str | None:
-    """Floats, over at least one element."""
-    return not_empty(node) or floats_only(node)
 
 
 def variance(node: Node) -> str | None:
@@ -179,7 +224,7 @@ def variance(node: Node) -> str | None:
     correction = 1 if correction is None else correction
     if not isinstance(correction, int | float) or not known_true(_reduced(node) > correction):
         return "it may reduce over too few elements"
-    return short(node) or floats_only(node)
+    return has_dimensions(node) or short(node) or floats_only(node)
 
 
 def extremes(node: Node) -> str | None:
@@ -202,15 +247,11 @@ def norm_order(node: Node) -> str | None:
     """The 1- and 2-norm of at most 1024 floats."""
     if argument(node, 1, "ord", 2) not in (1, 2):
         return "a norm of another order than 1 or 2"
-    dims = argument(node, 2, "dim")
-    value = tensor(node.args[0])
-    assert value is not None
-    count = value.numel() if dims is None else math.prod(value.shape[d] for d in dims)
-    return _why_long(count) or floats_only(node)
+    return has_dimensions(node) or _why_long(_reduced(node, 2)) or floats_only(node)
 
 
 def real_index(node: Node) -> str | None:
-    """Integer indices, side by side."""
+    """Integer indices, side by side, row-major."""
     indices = node.args[1]
     given = [index for index in indices if index is not None]  # type: ignore[union-attr]
     if any(_is_bool(index) or tensor(index) is None for index in given):
@@ -218,6 +259,8 @@ def real_index(node: Node) -> str | None:
     places = [i for i, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
     if places != list(range(places[0], places[0] + len(places))):
         return "indices with a gap between them"
+    if not all(lies_as(tensor(index)) for index in given):
+        return "indices that aren't row-major: " + _UNKNOWN_STRIDES
     return None
 
 
@@ -300,15 +343,24 @@ def adaptive_pooling(node: Node) -> str | None:
 
 
 def batch_norm(node: Node) -> str | None:
-    """A tensor with elements."""
-    value = tensor(node.args[0])
+    """A tensor with elements, row-major or channels-last."""
+    # The input is the second argument of the gradient's op.
+    value = tensor(node.args[1 if "backward" in str(node.target) else 0])
     if value is None or value.dim() < 2 or not known_true(value.numel() > 0):
         return "batch norm of nothing"
-    return None
+    channels_last = (0, *range(2, value.dim()), 1)
+    order = channels_last if value.dim() > 3 and is_row_major(value, channels_last) else ()
+    return None if lies_as(_result(node), order) else _UNKNOWN_STRIDES
+
+
+def group_norm(node: Node) -> str | None:
+    """A tensor with elements."""
+    value = tensor(node.args[0])
+    return None if value is not None and known_true(value.numel() > 0) else "a norm of nothing"
 
 
 def statistics(node: Node) -> str | None:
-    """1 to 1024 elements a channel."""
+    """1 to 1024 elements a channel, row-major or channels-last."""
     value = tensor(node.args[0])
     assert value is not None
     channels = value.shape[1] if value.dim() > 1 else 1
@@ -316,9 +368,11 @@ def statistics(node: Node) -> str | None:
 
 
 def rows(node: Node) -> str | None:
-    """At most 1024 rows, of elements."""
+    """At most 1024 rows of elements, row-major."""
     value = tensor(node.args[0])
     assert value is not None
+    if not lies_as(_result(node)):
+        return _UNKNOWN_STRIDES
     normalized = argument(node, 2, "normalized_shape")
     return layer_norm(node) or _why_long(value.numel() // math.prod(normalized))
 
@@ -330,10 +384,23 @@ def items(node: Node) -> str | None:
 
 
 def softmax_gradient(node: Node) -> str | None:
-    """Over at most 1024 floats."""
+    """Over at most 1024 floats, row-major."""
     value, dim = tensor(node.args[0]), argument(node, 2, "dim")
     assert value is not None
+    if not lies_as(_result(node)):
+        return _UNKNOWN_STRIDES
     return _why_long(value.shape[dim] if value.dim() else 1) or floats_only(node)
+
+
+def equal_strides(node: Node) -> str | None:
+    """Floating-point inputs of equal strides."""
+    first, second = map(tensor, node.args[:2])
+    assert first is not None
+    assert second is not None
+    pairs = zip(first.shape, first.stride(), second.stride(), strict=True)
+    if not all(known_equal(size, 1) or known_equal(m, n) for size, m, n in pairs):
+        return _UNKNOWN_STRIDES
+    return floats_only(node)
 
 
 def layer_norm(node: Node) -> str | None:

@@ -15,6 +15,7 @@ from fuseboard_onnxruntime import _torch_internals
 from fuseboard_onnxruntime._clean import clean
 from fuseboard_onnxruntime._decompositions import decompose
 from fuseboard_onnxruntime._dtypes import onnx_type, promote
+from fuseboard_onnxruntime._forms import why_no_form
 from fuseboard_onnxruntime._layout import inverse, permutation
 from fuseboard_onnxruntime._simplify import first_results
 from fuseboard_onnxruntime._sizes import size_function
@@ -127,6 +128,8 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
             plain.graph.erase_node(node)
             inputs.remove(value)
     plain.recompile()
+    for reason in filter(None, map(why_no_form, plain.graph.nodes)):
+        raise fuseboard.LoweringError(reason)
     if not plain.graph.output_node().args[0]:
         return Model(b"", tuple(inputs), tuple(outputs), sizes)  # nothing is computed
     try:
@@ -135,6 +138,7 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
         raise
     except Exception as error:  # torch's exporter raises its own, with causes
         raise fuseboard.LoweringError(f"no ONNX form: {_innermost(error)}") from error
+    clean(model.graph)
     names = [value.name for value in model.graph.inputs]
     inputs = [_named(value, name) for value, name in zip(inputs, names, strict=True)]
     outputs = _named_outputs(outputs, [value.name for value in model.graph.outputs])
@@ -158,7 +162,6 @@ def _serialise(model: Any) -> bytes:
     import onnx
     import onnx_ir as ir
 
-    clean(model.graph)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
     return bytes(proto.SerializeToString())

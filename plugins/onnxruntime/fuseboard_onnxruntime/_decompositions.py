@@ -1,4 +1,8 @@
-"""Ops without an ONNX form that can be trusted, in terms of others of the table."""
+"""Ops without an ONNX form that can be trusted, in terms of others that have one.
+
+What these functions bring is held against :mod:`fuseboard_onnxruntime._forms` when an op is
+claimed, and again when a region is converted.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from torch.fx import GraphModule
 
 import fuseboard
 from fuseboard_onnxruntime import _torch_internals
+from fuseboard_onnxruntime._identities import drop_identities
+from fuseboard_onnxruntime._ops import overloads
 
 aten: Any = torch.ops.aten
 
@@ -23,31 +29,26 @@ _BY_TORCH = """
     _log_softmax_backward_data native_batch_norm_backward _native_batch_norm_legit_functional
     nll_loss_forward nll_loss_backward select_backward slice_backward
     squeeze.dims var_mean.correction std.correction var.correction frac mish addcdiv addcmul
-    lerp.Scalar lerp.Tensor mse_loss split_with_sizes rsub.Scalar
-    unbind.int baddbmm logsumexp
+    lerp.Scalar lerp.Tensor mse_loss rsub.Scalar baddbmm logsumexp
 """
 
 
 @cache
-def _table() -> dict[Any, Callable[..., Any]]:
-    ops = []
-    for name in _BY_TORCH.split():
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(aten, packet, None), overload or "default", None)
-        if op is not None:
-            ops.append(op)
-    return {**_torch_internals.decompositions(ops), **_OWN}
+def table() -> dict[Any, Callable[..., Any]]:
+    """Op → what it decomposes into."""
+    return {**_torch_internals.decompositions(overloads(aten, _BY_TORCH)), **_OWN}
 
 
 def decompose(graph: GraphModule) -> GraphModule:
-    """The graph without ops that have to be decomposed; the same one where it holds none.
+    """The graph without ops that have to be decomposed, and without those that change nothing.
 
     :param graph: it is changed: decomposed values may lie otherwise in memory, so views of them
         become reshapes.
     """
     _retarget(graph, aten.view.default, aten.reshape.default)
-    graph = fuseboard.decompose(graph, _table())
+    graph = fuseboard.decompose(graph, table())
     _retarget(graph, aten.reshape.default, aten.view.default)  # whose ONNX form allows size 0
+    drop_identities(graph.graph)
     return graph
 
 

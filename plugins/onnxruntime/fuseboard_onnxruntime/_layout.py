@@ -37,6 +37,14 @@ def is_row_major(value: torch.Tensor, order: Sequence[int]) -> bool:
     return True
 
 
+def lies_as(value: torch.Tensor | None, order: Sequence[int] = ()) -> bool:
+    """Whether a fake tensor is known to be row-major, its dimensions in this order; () is torch's.
+
+    One that isn't there may lie in any.
+    """
+    return value is None or is_row_major(value, order or range(value.dim()))
+
+
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
     """The permutation that undoes another one."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -2,7 +2,7 @@
 
 An op is here because ``tests/plugins/test_onnxruntime_ops.py`` holds it against float64. Each has
 an ONNX form, of torch's library or of :mod:`fuseboard_onnxruntime._translations`, or is brought
-down to others of the table first (:mod:`fuseboard_onnxruntime._decompositions`).
+down to such ops first (:mod:`fuseboard_onnxruntime._decompositions`, ``_forms``).
 """
 
 from __future__ import annotations
@@ -47,38 +47,40 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     ("where.self masked_fill.Scalar", None),
     # gradients of these
     (
-        "tanh_backward sigmoid_backward silu_backward gelu_backward threshold_backward "
-        "hardtanh_backward leaky_relu_backward",
+        "tanh_backward sigmoid_backward silu_backward gelu_backward leaky_relu_backward",
         when.floats_only,
     ),
+    ("threshold_backward hardtanh_backward", when.equal_strides),
     ("_softmax_backward_data _log_softmax_backward_data", when.softmax_gradient),
     # reductions
     ("sum sum.dim_IntList cumsum", when.short),
-    ("mean mean.dim", when.mean_of),
+    ("mean mean.dim logsumexp", when.mean_of),
     ("var.correction std.correction var_mean.correction", when.variance),
     ("linalg_vector_norm", when.norm_order),
     ("amax amin argmax argmin", when.extremes),
-    ("any.dim all all.dim", when.not_empty),
-    ("any", when.not_empty),
-    ("logsumexp", when.extent),
+    ("any.dim all.dim", when.over_a_dimension),
+    ("all any", when.not_empty),
     ("_softmax _log_softmax", when.not_empty),
     # shapes
     (
         "view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims expand permute t "
         "transpose.int select.int slice.Tensor alias clone lift_fresh_copy "
-        "split_with_sizes unbind.int repeat flip roll cat stack _to_copy",
+        "split_with_sizes repeat roll stack _to_copy",
         None,
     ),
+    ("flip", when.has_dimensions),
+    ("cat", when.something),
     ("split.Tensor", when.known_parts),
+    ("unbind.int", when.known_count),
     ("constant_pad_nd", when.zero_dims),
     ("tril triu", when.matrices),
     ("select_backward slice_backward", None),
     # constants
     (
-        "zeros_like ones_like full_like zeros ones full new_zeros new_ones new_full scalar_tensor "
-        "arange arange.start arange.start_step",
+        "zeros_like ones_like full_like zeros ones full new_zeros new_ones new_full scalar_tensor",
         None,
     ),
+    ("arange arange.start arange.start_step", when.whole_steps),
     # looking up
     ("embedding index_select gather", None),
     ("index.Tensor", when.real_index),
@@ -93,7 +95,7 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     ("_native_batch_norm_legit_functional native_batch_norm_backward", when.statistics),
     ("native_layer_norm", when.layer_norm),
     ("native_layer_norm_backward", when.rows),
-    ("native_group_norm", when.batch_norm),
+    ("native_group_norm", when.group_norm),
     ("max_pool2d_with_indices", when.pooling),
     ("avg_pool2d", when.average_pooling),
     ("_adaptive_avg_pool2d", when.adaptive_pooling),
@@ -106,12 +108,17 @@ def table() -> dict[Any, when.Condition | None]:
     """Op → condition."""
     found: dict[Any, when.Condition | None] = {operator.getitem: None}
     for names, condition in TABLE:
-        for name in names.split():
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if op is not None:  # another torch may lack one
-                found[op] = condition
+        found.update(dict.fromkeys(overloads(torch.ops.aten, names), condition))
     return found
+
+
+def overloads(namespace: Any, names: str) -> list[Any]:
+    """Ops by their names; another torch may lack one."""
+    found = []
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        found.append(getattr(getattr(namespace, packet, None), overload or "default", None))
+    return [op for op in found if op is not None]
 
 
 def why_not(node: Node) -> str | None:

@@ -68,7 +68,8 @@ def _settings(options: Options) -> Any:
     )
     settings.intra_op_num_threads = options.threads or torch.get_num_threads()
     settings.inter_op_num_threads = 1
-    settings.log_severity_level = 3  # errors; warnings are about its own rewrites
+    # Errors are raised as well, and an index of the user's that is out of range is eager's error.
+    settings.log_severity_level = 4
     spinning = "1" if options.allow_spinning else "0"
     settings.add_session_config_entry("session.intra_op.allow_spinning", spinning)
     # What spins after a call takes time from what torch runs next.

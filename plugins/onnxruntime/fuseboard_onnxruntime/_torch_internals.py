@@ -157,6 +157,13 @@ def _example(node: Node) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
 
 
+def fake_mode() -> Any:
+    """A fake mode of one's own, for tensors of which only the metadata matters."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 # --- symbolic sizes -------------------------------------------------------------------------------
 
 

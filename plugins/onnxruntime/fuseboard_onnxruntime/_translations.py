@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,8 +121,19 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def split(self, split_size, dim=0):
         """As slices: ONNX's Split gives a sequence where the number of parts isn't known."""
         size = self.shape[dim]
-        count = -(-int(size) // split_size)
+        count = max(1, -(-int(size) // split_size)) if split_size else 1
         return [_part(op, self, i * split_size, (i + 1) * split_size, dim) for i in range(count)]
+
+    def split_with_sizes(self, split_sizes, dim=0):
+        """As slices; torch's decomposition reads memory as if it were row-major."""
+        starts: list[Any] = [0]
+        for size in split_sizes:
+            starts.append(_sum(op, starts[-1], size))
+        return [_part(op, self, *both, dim) for both in pairwise(starts)]
+
+    def unbind(self, dim=0):
+        count = int(self.shape[dim])
+        return [op.Gather(self, op.Constant(value_int=i), axis=dim) for i in range(count)]
 
     def sym_numel(self):
         return op.Size(self)
@@ -129,6 +141,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
     return {
         aten.sym_numel.default: sym_numel,
         aten.split.Tensor: split,
+        aten.split_with_sizes.default: split_with_sizes,
+        aten.unbind.int: unbind,
         aten.gelu.default: gelu,
         aten.max_pool2d_with_indices.default: max_pool,
         aten.max_pool2d.default: max_pool_of_no_negative,
@@ -156,9 +170,21 @@ def _causal_mask(op: Any, query: Any, key: Any) -> Any:
     return op.Where(later, op.CastLike(op.Constant(value_float=float("-inf")), query), nothing)
 
 
-def _part(op: Any, value: Any, start: int, end: int, dim: int) -> Any:
-    places = [op.Constant(value_ints=[place]) for place in (start, end, dim)]
-    return op.Slice(value, *places)
+def _part(op: Any, value: Any, start: Any, end: Any, dim: int) -> Any:
+    return op.Slice(value, *(_vector(op, place) for place in (start, end, dim)))
+
+
+def _vector(op: Any, number: Any) -> Any:
+    """A number, or a value without dimensions, as a vector of one."""
+    one = op.Constant(value_ints=[number if isinstance(number, int) else 1])
+    return one if isinstance(number, int) else op.Reshape(number, one)
+
+
+def _sum(op: Any, left: Any, right: Any) -> Any:
+    """Of two sizes, numbers as far as they are known."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left + right
+    return op.Add(*(op.Constant(value_int=x) if isinstance(x, int) else x for x in (left, right)))
 
 
 def _window(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> dict[str, list[int]]:
