@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+import fuseboard
 from fuseboard_onnxruntime import _decompositions, _torch_internals
 from fuseboard_onnxruntime._ops import overloads, table, why_not
 from fuseboard_onnxruntime._translations import translations
@@ -96,7 +97,7 @@ def _why_not_parts(target: Any, args: Any, kwargs: Any, items: Any) -> str | Non
     :param items: which of its results are read, as a tuple; None where it has one.
     """
     try:
-        with _torch_internals.without_fake_mode():
+        with fuseboard.real_tensors():
             parts = _decompositions.decompose(_alone(target, args, dict(kwargs), items))
     except Exception as error:  # torch's decompositions raise whatever their checks do
         return f"its decomposition isn't possible: {type(error).__name__}: {error}"
