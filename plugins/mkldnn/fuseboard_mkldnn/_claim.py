@@ -35,6 +35,8 @@ def claim(graph: GraphModule, kind: str) -> list[fuseboard.Claim | fuseboard.Dec
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     if kind != "inference":
         return [_decline(node, "mkldnn takes inference graphs only") for node in nodes]
+    if reason := _ops.why_switched_off():
+        return [_decline(node, reason) for node in nodes]
     weights = _from_placeholders(graph)
     main = {node for node in nodes if _is_main(node, weights)}
     if not main:

@@ -118,6 +118,21 @@ def bfloat16_supported() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def why_switched_off() -> str:
+    """Why oneDNN isn't to be used now (``torch.backends.mkldnn.flags``); "" if it is."""
+    if torch.backends.mkldnn.enabled:
+        return ""
+    return "oneDNN is switched off: torch.backends.mkldnn.enabled is False"
+
+
+def precisions() -> tuple[Any, ...]:
+    """The switches that change how oneDNN computes; another torch may lack some."""
+    library: Any = torch.backends.mkldnn
+    parts = [getattr(library, name, None) for name in ("matmul", "conv", "rnn")]
+    rounded = [getattr(part, "fp32_precision", None) for part in parts]
+    return (library.deterministic, getattr(library, "allow_tf32", None), *rounded)
+
+
 def fingerprint() -> str:
     """Changes with whatever the choice of kernels depends on."""
     capability = torch.backends.cpu.get_cpu_capability()

@@ -84,7 +84,7 @@ _lock = threading.Lock()
 
 
 def choose(shape: LinearShape, possible: tuple[str, ...], options: Options, budget: Budget) -> str:
-    """One of ``possible``; the choice is remembered for this process and thread count."""
+    """One of ``possible``; the choice is remembered for this process, as :func:`remembered` is."""
     forced = {"none": "plain", "onednn": "onednn_fused", "mkl": "mkl"}.get(options.packing)
     if forced is not None:
         usable = [name for name in (forced, forced.removesuffix("_fused")) if name in possible]
@@ -105,9 +105,9 @@ def remembered(
 ) -> str:
     """The fastest of ``calls``, as measured once; ``plain`` where no time is left.
 
-    :param what: tells what is chosen for; the number of threads is added.
+    :param what: tells what is chosen for; the number of threads and oneDNN's switches are added.
     """
-    key = (what, torch.get_num_threads())
+    key = (what, torch.get_num_threads(), _ops.precisions())
     with _lock:  # one at a time: measurements of two threads would disturb each other
         if key in _chosen:
             return _chosen[key]
