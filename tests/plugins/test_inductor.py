@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config, lowering
 
+import fuseboard
+import fuseboard_inductor
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph
 from tests.support.values import rnd
@@ -156,6 +159,44 @@ def test_settings_that_would_break_a_promise_are_refused(name, reason):
     with pytest.raises(Exception, match=reason):
         compiled(torch.relu, "inductor", **options)(rnd(3))
     assert ledger.graphs() == []
+
+
+@pytest.mark.parametrize("backend", ["inductor", "inductor-freezing"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"max_fusion_sise": 8}, "no setting 'max_fusion_sise'. Did you mean 'max_fusion_size'?"),
+        ({"cpp": {"simdlen": 0}}, "no setting 'cpp'. It is a group: write 'cpp."),
+        ({"max_fusion_size": "many"}, "max_fusion_size = 'many': Input should be a valid integer"),
+        ({"epilogue_fusion": 3}, "epilogue_fusion = 3: Input should be a valid boolean"),
+        ({"cpp.threads": [1]}, "cpp.threads = [1]: Input should be a valid integer"),
+        ({"a": 1, "zz": 2}, "no setting 'zz'."),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_settings_that_inductor_has_not_are_refused(backend, given, told):
+    """Before anything is compiled; the message says where it was set, and what is near."""
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(torch.relu, backend, **{f"plugins.{backend}.config": given})(rnd(3))
+    error = caught.value.inner_exception
+    assert isinstance(error, fuseboard.SettingsError)
+    text = str(error)
+    assert text.startswith(f"plugins.{backend}.config = ")
+    assert told in text
+    assert text.endswith("Set in torch.compile(options=).")
+    assert ledger.graphs() == []
+
+
+def test_a_setting_as_text_becomes_what_inductor_wants():
+    """As from the environment, which has nothing but text; defaults are taken as they are."""
+    given = {"max_fusion_size": "8", "epilogue_fusion": "no", "cpp.simdlen": None}
+    options = fuseboard_inductor.Options(config=given)
+    assert options.config == {"max_fusion_size": 8, "epilogue_fusion": False, "cpp.simdlen": None}
+    everything = config.get_config_copy()
+    taken = {
+        name: value for name, value in everything.items() if name not in fuseboard_inductor.TAKEN
+    }
+    assert fuseboard_inductor.Options(config=taken).config == taken
 
 
 def test_settings_of_inductors_own_are_parts_of_the_key(directory):

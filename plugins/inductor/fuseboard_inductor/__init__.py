@@ -45,10 +45,12 @@ class Configured(BaseModel):
 
     @field_validator("config")
     @classmethod
-    def _not_the_boards(cls, config: dict[str, Any]) -> dict[str, Any]:
+    def _inductors_own(cls, config: dict[str, Any]) -> dict[str, Any]:
+        from fuseboard_inductor import _settings
+
         for name in sorted(config.keys() & cls.taken.keys()):
             raise ValueError(f"{name}: {cls.taken[name]}")
-        return config
+        return _settings.checked(config)
 
 
 class Options(Configured):
