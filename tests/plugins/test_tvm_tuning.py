@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -266,13 +265,17 @@ def test_no_intrinsics_are_imported():
     assert _search.INTRINSICS not in sys.modules
 
 
-def test_another_ffi_is_refused(monkeypatch):
-    """Before anything is compiled, with what to install: it would end the process."""
-    monkeypatch.setattr(_engine, "FFI", SimpleNamespace(version="0.1.15", problem=""))
-    with pytest.raises(
-        BackendCompilerFailed, match=r"(?s)SettingsError.*pip install 'apache-tvm-ffi==0\.1\.14"
-    ):
-        compiled(torch.relu, "tvm", **{"plugins.tvm.tune_seconds": 1})(torch.zeros(3))
+def test_with_another_ffi_nothing_is_searched_for(monkeypatch):
+    """It would end the process: torch's product runs, the report says why, and records are used."""
+    records = Records()
+    lowered(torch.mm, PRODUCTS[:2], records)
+    monkeypatch.setattr(_engine, "FFI", SimpleNamespace(version="0.1.15.post2", problem=""))
+    monkeypatch.setattr(_search, "search", None)
+    region = lowered(torch.mm, PRODUCTS[:2])
+    torch.testing.assert_close(region.call(list(PRODUCTS[:2]))[0], torch.mm(*PRODUCTS[:2]))
+    assert "with apache-tvm-ffi 0.1.15.post2 a search would end the process" in region.notes[0]
+    assert region.notes[0].endswith("pip install 'apache-tvm-ffi==0.1.14.post1'")
+    assert "from an earlier search" in lowered(torch.mm, PRODUCTS[:2], records).notes[0]
 
 
 def test_through_the_board(tmp_path, monkeypatch):

@@ -9,7 +9,9 @@ import fuseboard
 
 TVM = fuseboard.Engine("apache-tvm", "0.27", "0.28")
 FFI = fuseboard.Engine("apache-tvm-ffi", "0.1.14")
-#: The version with which saving TVM's objects as JSON works; 0.1.15 ends the process instead.
+#: The version with which TVM's code can be saved as JSON. A search does that before it begins; with
+#: 0.1.15 it ends the process (``tvm::ffi::ToJSONGraph``, on all but targets), as do pickling and
+#: ``copy.deepcopy``. Compiling, running, libraries and reading JSON work with either.
 TUNES_WITH = "0.1.14.post1"
 #: Raised whenever the code that this plugin makes may change.
 OP_LAYER = "3"
@@ -21,12 +23,12 @@ def why_unavailable() -> str:
 
 
 def why_no_tuning() -> str:
-    """Why nothing can be tuned, with what to do about it; "" if it can. TVM isn't imported."""
-    if FFI.version in ("", TUNES_WITH):  # without it the plugin is unavailable, which is told
+    """Why nothing can be searched for, with what to do about it; "" if it can."""
+    if FFI.version == TUNES_WITH:
         return ""
     return (
-        f"tuning needs apache-tvm-ffi {TUNES_WITH}, and {FFI.version} is installed, with which it "
-        f"may end the process: pip install 'apache-tvm-ffi=={TUNES_WITH}'"
+        f"with apache-tvm-ffi {FFI.version} a search would end the process: "
+        f"pip install 'apache-tvm-ffi=={TUNES_WITH}'"
     )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-
-from fuseboard_tvm import _engine
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Options(BaseModel):
@@ -19,11 +17,3 @@ class Options(BaseModel):
         description="Seconds that a region's compile may take to tune matrix products and "
         "convolutions; 0: not at all.",
     )
-
-    @field_validator("tune_seconds")
-    @classmethod
-    def _can_tune(cls, seconds: float) -> float:
-        reason = _engine.why_no_tuning() if seconds else ""
-        if reason:
-            raise ValueError(reason)
-        return seconds

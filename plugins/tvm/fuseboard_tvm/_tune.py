@@ -51,7 +51,8 @@ def tuned_kernels(
 ) -> tuple[dict[Extern, Tuned], list[str]]:
     """Kernels for the calls of a region that are faster than torch's, and notes for the report.
 
-    Calls with a record cost no search; the others share ``seconds`` evenly.
+    Calls with a record cost no search; the others share ``seconds`` evenly. Where TVM can't search,
+    they run by torch.
     """
     calls: dict[str, list[tuple[Extern, Workload]]] = {}
     for extern in _externs(results):
@@ -62,9 +63,13 @@ def tuned_kernels(
     notes = []
     known = {key: _known(records, key, threads) for key in calls}
     waiting = sum(record is None for record in known.values())
+    reason = _engine.why_no_tuning()
     for key, same in calls.items():
         record, how = known[key], "from an earlier search"
         title = same[0][1].title
+        if record is None and reason:
+            notes.append(f"{title} isn't tuned: {reason}")
+            continue
         if record is None:
             share = (end - time.monotonic()) / waiting
             waiting -= 1
