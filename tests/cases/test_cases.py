@@ -1,4 +1,4 @@
-"""The cases drawn from public bug reports, each through the board.
+"""The cases: those drawn from public bug reports, and those of what surrounds a call.
 
 ``run_cases.py`` runs them in processes of their own, as other backends are judged; here they run in
 one process, which is five times as quick.
@@ -15,60 +15,110 @@ import pytest
 import torch
 
 from fuseboard.board import board
+from tests.support.observations import mend
 
-FILE = Path(__file__).with_name("cases_dev.py")
-NAMES = re.findall(r"^def (case_\w+)\(compile_fn\)", FILE.read_text(), re.M)
+HERE = Path(__file__).parent
+FILES = ("cases_dev", "cases_surroundings")
+NAMES = {
+    file: re.findall(r"^def (case_\w+)\(compile_fn\)", (HERE / f"{file}.py").read_text(), re.M)
+    for file in FILES
+}
+#: Backends that compile quickly, so that all that they make of a graph is tried in a case's calls.
+QUICK = ["mkldnn", "onnxruntime", "eager"]
+
+every_case = pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file in FILES for name in NAMES[file]]
+)
 
 
 @pytest.fixture(scope="module")
-def cases():
-    spec = importlib.util.spec_from_file_location("cases_under_test", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cases_under_test"] = module  # so that pickling by name works
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["cases_under_test"]
+def modules():
+    found = {}
+    for file in FILES:
+        spec = importlib.util.spec_from_file_location(f"{file}_under_test", HERE / f"{file}.py")
+        found[file] = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = found[file]  # so that pickling by name works
+        spec.loader.exec_module(found[file])
+    yield found
+    for module in found.values():
+        del sys.modules[module.__name__]
 
 
-def run(cases, name: str, backends: list[str] | None) -> None:
-    options = {} if backends is None else {"options": {"backends": backends}}
-    getattr(cases, name)(lambda f, **kw: torch.compile(f, backend="fuseboard", **options, **kw))
+@pytest.fixture(autouse=True)
+def _mended():
+    """What a failing case leaves open doesn't fail others."""
+    yield
+    mend()
 
 
-def test_all_cases_are_found():
-    """The vendored file is whole."""
-    assert len(NAMES) == 38
+@pytest.fixture
+def _measured(monkeypatch, tmp_path):
+    """As users run it: candidates are verified and timed in the case's calls."""
+    monkeypatch.delenv("FUSEBOARD_POLICY")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("backends", [["eager"], ["mkldnn", "eager"]], ids="+".join)
-@pytest.mark.parametrize("name", NAMES)
-def test_case(cases, name, backends):
+def run(modules, file: str, name: str, backends: list[str] | None, **options: object) -> None:
+    if backends is not None:
+        options["backends"] = backends
+    own = {"options": options} if options else {}
+    getattr(modules[file], name)(lambda f, **kw: torch.compile(f, backend="fuseboard", **own, **kw))
+
+
+@pytest.mark.parametrize(("file", "count"), [("cases_dev", 38), ("cases_surroundings", 24)])
+def test_all_cases_are_found(file, count):
+    """The vendored file is whole, and no name of our own is misspelt."""
+    assert len(NAMES[file]) == count
+
+
+@pytest.mark.parametrize("name", NAMES["cases_dev"])
+def test_case(modules, name):
     """What eager promises holds."""
-    run(cases, name, backends)
+    run(modules, "cases_dev", name, ["eager"])
+
+
+@every_case
+def test_case_with_mkldnn(modules, file, name):
+    """With oneDNN's operators where there is something for them."""
+    run(modules, file, name, ["mkldnn", "eager"])
+
+
+@pytest.mark.usefixtures("_measured")
+@pytest.mark.parametrize("name", NAMES["cases_surroundings"])
+def test_case_that_chooses(modules, name):
+    """While candidates are tried, and when one was chosen."""
+    run(modules, "cases_surroundings", name, QUICK, measure_s=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["inductor-freezing", "onnxruntime", "tvm"])
-@pytest.mark.parametrize("name", NAMES)
-def test_case_with_an_engine_of_its_own(cases, name, engine):
+@every_case
+def test_case_with_an_engine_of_its_own(modules, file, name, engine):
     """With eager for what the engine declines."""
     (state,) = (state for state in board.states() if state.name == engine)
     if state.state != "ready":
         pytest.skip(state.reason)
-    run(cases, name, [engine, "eager"])
+    run(modules, file, name, [engine, "eager"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_case_in_default_order(cases, name):
+@every_case
+def test_case_in_default_order(modules, file, name):
     """With every backend that doesn't wait to be named, by priority; Inductor is among them."""
-    run(cases, name, None)
+    run(modules, file, name, None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_case_as_users_run_it(cases, name, monkeypatch, tmp_path):
-    """By the defaults: candidates are verified and timed in the case's calls."""
-    monkeypatch.delenv("FUSEBOARD_POLICY")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
-    run(cases, name, None)
+@pytest.mark.usefixtures("_measured")
+@every_case
+def test_case_as_users_run_it(modules, file, name):
+    """By the defaults."""
+    run(modules, file, name, None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_measured")
+@every_case
+def test_case_settled_at_once(modules, file, name):
+    """With everything compiled before the first call."""
+    run(modules, file, name, None, settle="first_call")
