@@ -116,6 +116,20 @@ def test_other_backends_see_torch_s_own():
     assert seen == [own]
 
 
+def test_dynamo_sees_eager_s_where_it_traces_for_the_board():
+    """Behind such a convolution its own fake value couldn't be viewed, where eager's can."""
+    conv = nn.Conv2d(4, 4, 1)
+
+    def flat(x):
+        y = conv(x.transpose(1, 2).view(1, 4, 2, 3)).view(1, -1)
+        return y if y.stride(0) == 24 else -y
+
+    x = rnd(1, 6, 4)
+    with torch.no_grad():
+        fn = torch.compile(flat, backend="fuseboard", fullgraph=True)
+        torch.testing.assert_close(fn(x), flat(x))
+
+
 def test_what_can_t_be_installed_is_told(monkeypatch):
     """Where torch has its fake views elsewhere, reports say what follows."""
     monkeypatch.setattr("torch._subclasses.fake_impls.op_implementations_dict", {})

@@ -28,6 +28,8 @@ from fuseboard.torch_copies import copy_graph
 from fuseboard.torch_state import StateGuard
 from fuseboard.torch_views import eager_view_strides, why_not_installed
 
+why_not_installed()  # Dynamo traces before it calls the backend
+
 
 def fuseboard(
     graph: GraphModule,

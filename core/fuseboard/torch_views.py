@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import wraps
@@ -25,8 +26,13 @@ import torch
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
-#: Whether fake views have eager's strides here.
-_are_eagers: ContextVar[bool] = ContextVar("fake views have eager's strides", default=False)
+#: Whether fake views have eager's strides here; None where nobody has said so.
+_are_eagers: ContextVar[bool | None] = ContextVar("fake views have eager's strides", default=None)
+#: What keys of torch's cache of fake results have besides, where they do.
+_IN_KEYS = "fuseboard: views with eager's strides"
+#: Attributes in which wrappers around a backend hold it: ``torch._TorchCompileWrapper``, and
+#: ``WrapBackendDebug`` of ``torch/_dynamo/repro/after_dynamo.py``.
+_WRAPPED = ("compiler_fn", "_torchdynamo_orig_backend")
 
 
 @contextlib.contextmanager
@@ -50,40 +56,62 @@ def why_not_installed() -> str:
     """Install what :func:`eager_view_strides` switches on; why it can't be, "" if it can.
 
     torch's own function goes on being called. Outside of blocks its result is returned as it is.
+    Dynamo traces before it calls its backend, so the board's has this installed with its import.
     """
     from torch._subclasses import fake_impls, fake_tensor
 
     known = getattr(fake_impls, "op_implementations_dict", {})
-    key_of = getattr(fake_tensor.FakeTensorMode, "_cache_key", None)
-    bypass = getattr(fake_tensor, "_BypassDispatchCache", None)
-    if key_of is None or bypass is None or any(known.get(op) is None for op in _VIEWS):
+    keys: Any = getattr(fake_tensor, "_DispatchCacheKey", None)
+    if keys is None or any(known.get(op) is None for op in _VIEWS):
         return (
             "this torch computes fake views elsewhere: with a dimension of size 1 they may have "
             "other strides than eager's, for which compilers then trip"
         )
     for op in _VIEWS:
         known[op] = _with_eager_strides(known[op])
-    fake_tensor.FakeTensorMode._cache_key = _uncached(key_of, bypass)  # type: ignore[method-assign]
+    keys.__init__ = _keyed(keys.__init__)
     return ""
 
 
-def _uncached(key_of: Callable[..., Any], bypass: type[Exception]) -> Callable[..., Any]:
-    """Neither look up nor keep results in a block: torch's cache serves the whole process."""
+def _keyed(make_key: Callable[..., None]) -> Callable[..., None]:
+    """torch keeps the results of fake ops for all who trace; those of many ops are views' results.
 
-    @wraps(key_of)
-    def cache_key(mode: Any, state: Any, op: Any, *arguments: Any) -> Any:
-        if op in _VIEWS and _are_eagers.get():
-            raise bypass("fuseboard: eager's strides")
-        return key_of(mode, state, op, *arguments)
+    :param make_key: the constructor of a key (``FakeTensorMode._cache_key``).
+    """
 
-    return cache_key
+    @wraps(make_key)
+    def make(self: Any, values: tuple[object, ...]) -> None:
+        make_key(self, (*values, _IN_KEYS) if _are_wanted() else values)
+
+    return make
+
+
+def _are_wanted() -> bool:
+    said = _are_eagers.get()
+    return _dynamo_traces_for_the_board() if said is None else said
+
+
+def _dynamo_traces_for_the_board() -> bool:
+    """Dynamo computes with fake values, too: a program may ask for strides, and a view may fail.
+
+    Read in ``torch/_dynamo/symbolic_convert.py`` (``tls.current_tx``) and ``output_graph.py``.
+    """
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracing = getattr(getattr(dynamo, "tls", None), "current_tx", None)
+    backend = getattr(getattr(tracing, "output", None), "compiler_fn", None)
+    while backend is not None:
+        if str(getattr(backend, "__module__", "")).startswith(f"{__package__}."):
+            return True
+        inner = (getattr(backend, name, None) for name in _WRAPPED)
+        backend = next((one for one in inner if one is not None), None)
+    return False
 
 
 def _with_eager_strides(fake: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(fake)
     def view(mode: Any, op: Any, source: Any, *shape: Any, **keywords: Any) -> Any:
         result = fake(mode, op, source, *shape, **keywords)
-        if not _are_eagers.get():
+        if not _are_wanted():
             return result
         if source.dim() == 0 or any(_is(size, 0) for size in source.shape):
             return result
