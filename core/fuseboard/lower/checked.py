@@ -70,6 +70,7 @@ class CheckedRegion:
     :param is_eager: the code is the region's graph, op by op.
     :param prepared: so many of the last arguments were prepared from weights.
     :param trusted: nobody's code but the board's own runs.
+    :param seen: is given the results of a call that was right.
     :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
     """
 
@@ -88,6 +89,7 @@ class CheckedRegion:
         is_eager: bool = False,
         prepared: int = 0,
         trusted: bool = False,
+        seen: Callable[[Sequence[Any]], None] | None = None,
     ) -> None:
         self._region = region
         self._call = call
@@ -102,6 +104,7 @@ class CheckedRegion:
         self._is_eager = is_eager
         self._prepared = prepared
         self._trusted = trusted
+        self._seen = seen
 
     def __call__(self, args: list[Any], values: Sequence[Any] | None = None) -> Sequence[Any]:
         """
@@ -122,6 +125,8 @@ class CheckedRegion:
             raise self._broken(verdict.problem + where, verdict.by_value)
         if reference is not None:
             self._proofs.passed[id(self._code)] = self._code
+        if self._seen is not None:
+            self._seen(result)
         return result
 
     @property

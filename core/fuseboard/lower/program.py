@@ -1,8 +1,8 @@
 """A way to run a graph: its regions' code, and the flat functions that call it.
 
-Each function is generated. The *plain* one holds the weights check, the region calls and nothing
-else; the *checked* one holds each region's outputs against its contract; a *trial* lets exceptions
-pass, for who compares programs.
+Each function is generated. The *plain* one holds the weights check, the region calls and a look at
+what they return; the *checked* one holds each region's outputs against its contract; a *trial* lets
+exceptions pass, for who compares programs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.liveness import drops, needed_nodes
 from fuseboard.lower.lowering import Lowered
+from fuseboard.lower.outputs import Output, seen, write_check
 from fuseboard.lower.weights import WeightSets, address_of, run_prepare
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
@@ -42,11 +43,13 @@ class Site:
     """One call of a region in the graph.
 
     :ivar is_dynamo_graph: the code is that of Dynamo's graph, not of the region's own.
+    :ivar outputs: what they were like in the last checked call; empty before one.
     """
 
     cut: Cut
     lowered: Lowered
     is_dynamo_graph: bool = False
+    outputs: tuple[Output, ...] = ()
 
     @property
     def is_eager(self) -> bool:
@@ -57,6 +60,15 @@ class Site:
         """What traces call it: its region, the backend, the user's modules."""
         region = self.lowered.region
         return f"{region.name} [{region.backend}] {modules_text(self.cut.nodes)}".rstrip()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nobody's code but the board's own runs."""
+        return self.lowered.region.backend == "eager" and self.lowered.call is self.lowered.code
+
+    def see(self, results: Sequence[Any]) -> None:
+        """Note what the outputs of a checked call are like."""
+        self.outputs = seen([node.meta["val"] for node in self.cut.outputs], results)
 
 
 @dataclass(frozen=True)
@@ -241,7 +253,15 @@ class Program:
         if not backward:
             source.line("inputs = args.copy()")
         source.line("try:")
-        source.line(f"return {region}(args)", 2)
+        site = self.sites[0]
+        if site.outputs and not site.trusted:
+            names = [source.unique(node.name) for node in site.cut.outputs]
+            given_back = ", ".join(names) + ","
+            source.line(f"{given_back} = {region}(args)", 2)
+            write_check(source, 2, site.lowered.region.backend, site.outputs, names)
+            source.line(f"return {given_back}", 2)
+        else:
+            source.line(f"return {region}(args)", 2)
         source.line("except (Exception, SystemExit, GeneratorExit) as error:")
         if backward:
             blame = self._bound(source, handlers.blame, "blame")
@@ -371,7 +391,8 @@ class Program:
                 self._inner_outputs(site.cut),
                 is_eager=site.is_eager,
                 prepared=lowered.values,
-                trusted=region.backend == "eager" and lowered.call is lowered.code,
+                trusted=site.trusted,
+                seen=site.see,
             )
             span = partial("verify {}".format, label)
             given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"
@@ -382,6 +403,9 @@ class Program:
         callee = source.bind_apart(call, f"region{number}_{lowered.region.backend}")
         source.spans[callee] = span
         source.line(f"{assign}{callee}({given})", indent)
+        if proofs is None and site.outputs and not site.trusted:
+            variables = [names[node] for node in site.cut.outputs]
+            write_check(source, indent, lowered.region.backend, site.outputs, variables)
 
     def _inner_outputs(self, cut: Cut) -> frozenset[int]:
         """Positions of a region's outputs that nothing but other regions reads."""

@@ -1,0 +1,132 @@
+"""What a region's outputs are like in every call: count, dtypes, shapes and strides.
+
+The first call holds them against eager's, and against what torch's fake values tell. The others
+hold them against the first, by a condition in the generated function. Where that fails a closer
+look decides: strides that lead nowhere may be any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fuseboard.errors import ContractError
+from fuseboard.lower.codegen import Source
+
+#: A size or stride that isn't the same in every call, or of which nobody knows.
+_ANY = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one output was like.
+
+    :ivar dtype: None where it is no tensor.
+    :ivar shape: sizes that are a symbol's, or that only the data decide, are None.
+    :ivar strides: those, too, and all of a tensor that has none.
+    """
+
+    dtype: torch.dtype | None = None
+    shape: tuple[int | None, ...] = ()
+    strides: tuple[int | None, ...] = ()
+    is_none: bool = False
+
+
+def seen(expected: Sequence[Any], results: Sequence[Any]) -> tuple[Output, ...]:
+    """What the outputs of a call were like, as far as those of other calls are so, too.
+
+    :param expected: their fake values.
+    """
+    return tuple(map(_seen, expected, results))
+
+
+def _seen(want: Any, got: Any) -> Output:
+    if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
+        return Output(is_none=got is None)
+    if got.dim() != want.dim():  # a hook that verifies has let it pass
+        return Output(got.dtype, (_ANY,) * got.dim(), (_ANY,) * got.dim())
+    shape = tuple(map(_if_fixed, want.shape, got.shape))
+    if got.layout != torch.strided or want.layout != torch.strided:
+        return Output(got.dtype, shape, (_ANY,) * len(shape))
+    if _ANY not in shape:
+        return Output(got.dtype, shape, got.stride())
+    # Eager's strides may be others than the fake ones, and then nobody knows what they depend on.
+    strides = tuple(map(_if_fixed, want.stride(), got.stride()))
+    known = all(fixed in (_ANY, fake) for fixed, fake in zip(strides, want.stride(), strict=True))
+    return Output(got.dtype, shape, strides if known else (_ANY,) * len(shape))
+
+
+def _if_fixed(want: Any, got: int) -> int | None:
+    return got if isinstance(want, int) else _ANY
+
+
+def write_check(
+    source: Source, indent: int, backend: str, outputs: Sequence[Output], names: Sequence[str]
+) -> None:
+    """Write what holds a region's outputs against those of an earlier call.
+
+    :param names: of the variables that hold them.
+    """
+    for number, (output, name) in enumerate(zip(outputs, names, strict=True)):
+        if condition := _condition(source, output, name):
+            look = source.bind_apart(partial(look_closer, backend, number, output), "look_closer")
+            source.line(f"if not ({condition}): {look}({name})", indent)
+
+
+def _condition(source: Source, output: Output, name: str) -> str:
+    if output.dtype is None:
+        return f"{name} is None" if output.is_none else ""
+    dtype = source.bind(output.dtype, str(output.dtype).removeprefix("torch."))
+    parts = [f"{name}.dtype is {dtype}"]
+    if _ANY not in output.shape:
+        parts.append(f"{name}.shape == {output.shape}")
+    else:
+        parts.append(f"{name}.dim() == {len(output.shape)}")
+        parts += [f"{name}.size({d}) == {n}" for d, n in enumerate(output.shape) if n is not _ANY]
+    if _ANY not in output.strides:
+        parts.append(f"{name}.stride() == {output.strides}")
+    else:
+        known = ((d, n) for d, n in enumerate(output.strides) if n is not _ANY)
+        parts += [f"{name}.stride({d}) == {n}" for d, n in known]
+    return " and ".join(parts)
+
+
+def look_closer(backend: str, number: int, output: Output, got: Any) -> None:
+    """
+    :raises ContractError: an output isn't what it was in an earlier call.
+    """
+    if problem := _problem(output, got):
+        text = f"output {number} {problem} as in the first call"
+        raise ContractError(backend, "fuseboard_lower", text)
+
+
+def _problem(output: Output, got: Any) -> str:
+    if output.is_none or not isinstance(got, torch.Tensor):
+        return f"is {type(got).__name__}, not {'None' if output.is_none else 'a tensor'}"
+    if got.dtype != output.dtype:
+        return f"has dtype {got.dtype}, not {output.dtype}"
+    if len(got.shape) != len(output.shape) or _differ(output.shape, got.shape):
+        return f"has shape {tuple(got.shape)}, not {_text(output.shape)}"
+    if all(n is _ANY for n in output.strides) or not got.numel():
+        return ""
+    if got.layout != torch.strided:
+        return f"has layout {got.layout}, not strides {_text(output.strides)}"
+    pairs = zip(output.strides, got.stride(), got.shape, strict=True)
+    leading = [(want, have) for want, have, size in pairs if size > 1]
+    if _differ([want for want, _ in leading], [have for _, have in leading]):
+        return f"has strides {got.stride()}, not {_text(output.strides)}"
+    return ""
+
+
+def _differ(expected: Sequence[int | None], actual: Sequence[int]) -> bool:
+    pairs = zip(expected, actual, strict=True)
+    return any(want is not _ANY and want != have for want, have in pairs)
+
+
+def _text(numbers: Sequence[int | None]) -> str:
+    inside = ", ".join("?" if n is _ANY else str(n) for n in numbers)
+    return f"({inside},)" if len(numbers) == 1 else f"({inside})"
