@@ -225,11 +225,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self._graphs: deque[GraphReport] = deque(maxlen=REMEMBERED_GRAPHS)
-        self._listeners: list[list[GraphReport]] = []
+        #: By identity: lists that hold equal graphs, or none yet, are equal.
+        self._listeners: dict[int, list[GraphReport]] = {}
 
     def add(self, graph: GraphReport) -> None:
         self._graphs.append(graph)
-        for listener in self._listeners:
+        for listener in list(self._listeners.values()):
             listener.append(graph)
 
     def graphs(self) -> list[GraphReport]:
@@ -240,13 +241,13 @@ class Ledger:
 
     @contextmanager
     def collect(self) -> Iterator[list[GraphReport]]:
-        """The graphs that are added while the context is open."""
+        """The graphs that are added while the context is open; others may be open meanwhile."""
         collected: list[GraphReport] = []
-        self._listeners.append(collected)
+        self._listeners[id(collected)] = collected
         try:
             yield collected
         finally:
-            self._listeners.remove(collected)
+            del self._listeners[id(collected)]
 
 
 ledger = Ledger()
