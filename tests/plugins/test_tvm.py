@@ -219,6 +219,44 @@ def test_more_than_one_thread(monkeypatch):
         torch.set_num_threads(before)
 
 
+STATE = """
+import faulthandler, os, pathlib, sys
+import torch
+
+def state():
+    status = pathlib.Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return {
+        "hook": sys.excepthook,
+        "environment": dict(os.environ),
+        "signals": [line for line in lines if line.startswith("Sig")],
+        "processors": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+    }
+
+def function(x):
+    return torch.softmax(x, -1) + 1
+
+x = torch.randn(64, 64)
+torch.compile(function, backend="fuseboard", options={"backends": ["eager"]})(x)
+torch.compiler.reset()
+before = state()
+options = {"backends": ["tvm", "eager"], "on_failure": "raise", "cache": False}
+compiled = torch.compile(function, backend="fuseboard", options=options)
+torch.testing.assert_close(compiled(x), function(x))
+assert "tvm" in sys.modules
+after = state()
+print([name for name in before if before[name] != after[name]])
+"""
+
+
+def test_the_process_is_left_as_it_was():
+    """TVM takes signals and exceptions over, and ties threads to processors; here it doesn't."""
+    run = subprocess.run(
+        [sys.executable, "-c", STATE], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
 def test_an_index_out_of_bounds_raises():
     """Eager's error, not a read of other memory."""
     compute = lowered(lambda x, i: x[i] * 2, torch.randn(5), torch.tensor([0, 1])).call

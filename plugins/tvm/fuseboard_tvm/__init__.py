@@ -39,6 +39,9 @@ def fuseboard_claim(
     graph: GraphModule, options: Options
 ) -> list[fuseboard.Claim | fuseboard.Decline]:
     """What the op layer has."""
+    from fuseboard_tvm import _engine
+
+    _engine.load()
     from fuseboard_tvm._claim import claim
 
     return claim(graph, options)
@@ -51,6 +54,9 @@ def fuseboard_lower(
     """One compiled module a region."""
     if region.backend != "tvm":
         return None
+    from fuseboard_tvm import _engine
+
+    _engine.load()
     from fuseboard_tvm._lower import lower_region
 
     return lower_region(region)
@@ -61,6 +67,9 @@ def fuseboard_load(
     artifact: bytes, region: fuseboard.Region, inputs: Sequence[Any]
 ) -> fuseboard.LoweredRegion | None:
     """A library that an earlier process wrote."""
+    from fuseboard_tvm import _engine
+
+    _engine.load()
     from fuseboard_tvm._lower import load_region
 
     return load_region(artifact)

@@ -10,7 +10,7 @@ import torch
 import tvm
 from tvm import relax
 
-from fuseboard_tvm import _calls
+from fuseboard_tvm import _calls, _engine
 from fuseboard_tvm._artifact import Stored
 from fuseboard_tvm._graph import Output
 
@@ -24,8 +24,7 @@ class Machines(threading.local):
     """
 
     def __init__(self, executable: Any, threads: int) -> None:
-        configure = tvm.get_global_func("runtime.config_threadpool")
-        configure(0, threads)
+        _engine.start_workers(threads)
         self.main: Machine = relax.VirtualMachine(executable, tvm.cpu())["main"]
 
 

@@ -132,7 +132,7 @@ def _known(records: fuseboard.TuningRecords | None, key: str, threads: int) -> R
 def _searched(extern: Extern, workload: Workload, seconds: float, threads: int) -> Record | None:
     """Search, then hold the best against torch's kernel: values and time."""
     _program.register_pipeline()
-    tvm.get_global_func("runtime.config_threadpool")(0, threads)
+    _engine.start_workers(threads)
     tensors = _tensors(extern)
     places = zip(workload.operands, workload.shapes, strict=True)
     given = [tensors[place].view(shape) for place, shape in places]
