@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fuseboard.errors import RegionError
+from fuseboard.lower.outputs import EVERY
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, claim_ops, compiled, last_graph, plugged
 from tests.support.contained import on_region
@@ -41,22 +42,33 @@ def later(change, calls=3):
     return on_region(lambda results, inputs: change(results) if next(count) >= calls else results)
 
 
-@pytest.mark.parametrize("policy", ["priority", "measured"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_outputs_of_another_form_in_a_later_call_are_noticed(name, policy, tmp_path):
-    """Eager answers that call and all after it."""
+def test_outputs_of_another_form_in_a_later_call_are_noticed(name):
+    """Eager answers that call, one of the first, and all after it."""
     change, said = CHANGES[name]
     x, y = rnd(4, 3), rnd(3, 6)
-    settings = {"policy": policy, "measure_s": 0.001, "cache_dir": str(tmp_path)}
-    info = {"compiles_quickly": True}
-    with plugged("changing", call=later(change, calls=300), info=info), torch.no_grad():
-        fn = compiled(g, "changing", **settings)
-        for _ in range(400):
+    with plugged("changing", call=later(change)), torch.no_grad():
+        fn = compiled(g, "changing", policy="priority")
+        for _ in range(6):
             assert_same(fn(x, y), g(x, y))
     (trip,) = all_trips()
     assert trip.plugin == "changing"
     assert said in trip.error
     assert {region.backend for region in last_graph().regions} <= {"eager"}
+
+
+@pytest.mark.parametrize("policy", ["priority", "measured"])
+def test_later_on_one_call_of_several_looks(policy, tmp_path):
+    """A look costs what small graphs would feel; what goes on being wrong is noticed soon."""
+    settings = {"policy": policy, "measure_s": 0.001, "cache_dir": str(tmp_path)}
+    x, y = rnd(4, 3), rnd(3, 6)
+    call = later(CHANGES["dtype"][0], calls=300)
+    with plugged("changing", call=call, info={"compiles_quickly": True}), torch.no_grad():
+        fn = compiled(g, "changing", **settings)
+        results = [fn(x, y)[0].dtype for _ in range(400)]
+    assert results.count(torch.float64) < EVERY
+    assert results[-1] == torch.float32
+    assert [trip.plugin for trip in all_trips()] == ["changing"]
 
 
 def test_one_of_several_regions_is_noticed_before_another_gets_it():

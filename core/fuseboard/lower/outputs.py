@@ -7,15 +7,23 @@ look decides: strides that lead nowhere may be any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.fx import Node
 
+from fuseboard.contracts import Boxed
 from fuseboard.errors import ContractError
 from fuseboard.lower.codegen import Source
+from fuseboard.partition.estimate import estimates_us
+
+#: Calls that look at outputs: so many first ones, and then one of so many.
+FIRST, EVERY = 16, 32
+#: What a look at one output takes, and the share of a call that it may take in each, on the CPU.
+LOOK_US, SHARE = 3.0, 0.002
 
 #: A size or stride that isn't the same in every call, or of which nobody knows.
 _ANY = None
@@ -62,6 +70,52 @@ def _seen(want: Any, got: Any) -> Output:
 
 def _if_fixed(want: Any, got: int) -> int | None:
     return got if isinstance(want, int) else _ANY
+
+
+def is_cheap(outputs: int, nodes: Iterable[Node]) -> bool:
+    """Whether each call may look at so many outputs.
+
+    :param nodes: what is computed in the call, on the CPU: what a GPU takes isn't known.
+    """
+    nodes = list(nodes)
+    values = (node.meta.get("val") for node in nodes)
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
+        return False
+    return LOOK_US * outputs <= SHARE * sum(estimates_us(nodes).values())
+
+
+class _Detour:
+    """Calls the function that looks, and lets the other one alone for the next calls.
+
+    :param names: the globals of that one.
+    """
+
+    def __init__(self, looking: Boxed, names: dict[str, Any], rest: str) -> None:
+        self._looking = looking
+        self._names = names
+        self._rest = rest
+        self._first = FIRST
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if self._first > 0:
+            self._first -= 1
+        else:
+            self._names[self._rest] = iter(range(EVERY - 1))
+        return self._looking(args)
+
+
+def write_detour(source: Source, looking: Boxed | None) -> None:
+    """Write, as the first thing in a function, that another one has some of the calls.
+
+    It comes before the region, when Python's own code is in the processor's caches, and writes to
+    no global: after the region, or with a counter, it costs several times as much.
+    """
+    if looking is None:
+        return
+    rest = source.bind_apart(iter(range(0)), "rest")
+    look = source.bind_apart(_Detour(looking, source.globals, rest), "look")
+    source.line(f"for _ in {rest}: break  # so many calls are left until one looks at outputs")
+    source.line(f"else: return {look}(args)")
 
 
 def write_check(

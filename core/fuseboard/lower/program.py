@@ -21,7 +21,7 @@ from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.liveness import drops, needed_nodes
 from fuseboard.lower.lowering import Lowered
-from fuseboard.lower.outputs import Output, seen, write_check
+from fuseboard.lower.outputs import Output, is_cheap, seen, write_check, write_detour
 from fuseboard.lower.weights import WeightSets, address_of, run_prepare
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
@@ -154,9 +154,20 @@ class Program:
 
         :param cloned: positions of outputs that are cloned.
         """
-        if self._passes_through(cloned):
-            return self._passing(handlers)
-        return self._contained(handlers, cloned, None)
+
+        def made(looks: bool, looking: Boxed | None = None) -> Boxed:
+            if self._passes_through(cloned):
+                return self._passing(handlers, looks, looking)
+            return self._contained(handlers, cloned, None, looks, looking)
+
+        watched = [site for site in self.sites if site.outputs and not site.trusted]
+        if not watched:
+            return made(looks=False)
+        looking = made(looks=True)
+        nodes = [node for site in watched for node in site.cut.nodes]
+        if is_cheap(sum(len(site.outputs) for site in watched), nodes):
+            return looking
+        return made(looks=False, looking=looking)
 
     def checked(self, handlers: Handlers, cloned: frozenset[int], proofs: Proofs) -> Boxed:
         """What the first call runs."""
@@ -177,10 +188,16 @@ class Program:
         return source.function(name, "args")
 
     def _contained(
-        self, handlers: Handlers, cloned: frozenset[int], proofs: Proofs | None
+        self,
+        handlers: Handlers,
+        cloned: frozenset[int],
+        proofs: Proofs | None,
+        looks: bool = False,
+        looking: Boxed | None = None,
     ) -> Boxed:
         source = Source()
         name = source.unique(self.board.report.name)
+        write_detour(source, looking)
         checked = proofs is not None
         contained = checked or self.board.kind != "backward"
         if not checked:
@@ -195,7 +212,7 @@ class Program:
         source.line("try:")
         without = "" if checked else self._without(source, handlers, site_local, everything)
         self._write_weights_check(source, names, indent, without)
-        self._write_body(source, names, indent, proofs, contained, site_local)
+        self._write_body(source, names, indent, proofs, contained, site_local, looks)
         result = self._result(source, names, cloned)
         if checked:
             finish = source.bind(partial(handlers.finish, self), "finish")
@@ -242,10 +259,11 @@ class Program:
             and len(self.sites[0].lowered.keeps) == len(cut.inputs)
         )
 
-    def _passing(self, handlers: Handlers) -> Boxed:
+    def _passing(self, handlers: Handlers, looks: bool, looking: Boxed | None) -> Boxed:
         """The plain function where there is nothing to do but to call the region."""
         source = Source()
         name = source.unique(self.board.report.name)
+        write_detour(source, looking)
         backward = self.board.kind == "backward"
         region = source.bind_apart(self.sites[0].lowered.call, "region0")
         source.spans[region] = self.sites[0].span
@@ -254,7 +272,7 @@ class Program:
             source.line("inputs = args.copy()")
         source.line("try:")
         site = self.sites[0]
-        if site.outputs and not site.trusted:
+        if looks:
             names = [source.unique(node.name) for node in site.cut.outputs]
             given_back = ", ".join(names) + ","
             source.line(f"{given_back} = {region}(args)", 2)
@@ -326,6 +344,7 @@ class Program:
         proofs: Proofs | None,
         contained: bool,
         local: str,
+        looks: bool = False,
     ) -> None:
         """Region calls in order, then the board's own nodes that outputs need.
 
@@ -350,7 +369,7 @@ class Program:
                 names[step] = source.unique(step.name)
                 source.line(f"{names[step]} = {source.call(step, names)}", indent)
             else:
-                self._write_site(source, names, indent, number, proofs)
+                self._write_site(source, names, indent, number, proofs, looks)
             gone = [names[node] for node in dropped[number] if node in names]
             if gone:
                 source.line(f"del {', '.join(gone)}", indent)
@@ -362,6 +381,7 @@ class Program:
         indent: int,
         number: int,
         proofs: Proofs | None,
+        looks: bool,
     ) -> None:
         site = self.sites[number]
         lowered = site.lowered
@@ -403,7 +423,7 @@ class Program:
         callee = source.bind_apart(call, f"region{number}_{lowered.region.backend}")
         source.spans[callee] = span
         source.line(f"{assign}{callee}({given})", indent)
-        if proofs is None and site.outputs and not site.trusted:
+        if looks and site.outputs and not site.trusted:
             variables = [names[node] for node in site.cut.outputs]
             write_check(source, indent, lowered.region.backend, site.outputs, variables)
 
