@@ -271,8 +271,11 @@ def _hooked(results: list[Tensor], leaves: list[Tensor]) -> Any:
     seen: list[Tensor] = []
     if len(results) == 1:  # what others are computed from is another tensor to a compiled graph
         results[0].register_hook(lambda grad: grad * 2)
-    leaves[0].register_hook(lambda grad: seen.append(grad.clone()))
-    handle = leaves[0].register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad + 1))
+    # AOTAutograd calls those of a leaf without a gradient, too.
+    leaves[0].register_hook(lambda grad: None if grad is None else seen.append(grad.clone()))
+    handle = leaves[0].register_post_accumulate_grad_hook(
+        lambda leaf: None if leaf.grad is None else seen.append(leaf.grad + 1)
+    )
     _loss(results).backward()
     handle.remove()
     return seen
