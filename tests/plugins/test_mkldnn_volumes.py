@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fuseboard
 from fuseboard_mkldnn import _ops, _pack
 from tests.plugins.test_mkldnn_conv import fusions, run
 from tests.support.backends import compiled, last_graph
@@ -194,7 +195,7 @@ def test_both_candidates_compute_the_same(monkeypatch):
     seen: list[int] = []
 
     def compare(calls, budget_s):
-        with _ops.real_tensors():
+        with fuseboard.real_tensors():
             plain, packed = calls["plain"](), calls["packed"]()
             # Terms are summed in another order: float32's eps times their size, about.
             torch.testing.assert_close(plain, packed, rtol=1e-4, atol=1e-4)

@@ -92,6 +92,7 @@ def capture(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Captured
         options: dict[str, Any] = {"backends": [_NAME, "eager"], "on_failure": "raise"}
         # By priority: to compare the recorder with eager would call it many times.
         options.update(hoist=False, min_region_us=0.0, policy="priority")
+        options.update(verify="off")  # else it is given copies of the weights, which have no names
         torch.compiler.reset()
         call: Any = torch.compile(model, backend="fuseboard", dynamic=False, options=options)
         with torch.no_grad():
