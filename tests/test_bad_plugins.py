@@ -112,7 +112,7 @@ class SimpleHashable(SimpleNamespace):
 
 
 LIARS = [
-    (misspelt_hook, "there is no hook 'fuseboard_lowre'. Did you mean 'fuseboard_lower'? Hooks"),
+    (misspelt_hook, "there is no hook 'fuseboard_lowre'. Did you mean 'fuseboard_lower'?"),
     (misspelt_by_specname, "there is no hook 'fuseboard_clam'. Did you mean 'fuseboard_claim'?"),
     (unmarked_hook, "fuseboard_lower lacks @fuseboard.hookimpl"),
     (no_hook, "it implements no hook; decorate functions of it with @fuseboard.hookimpl"),

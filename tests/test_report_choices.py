@@ -197,7 +197,7 @@ def test_every_printed_ratio_is_the_quotient_of_the_printed_times(truth, pace, s
         " ".join(re.sub("<[^>]*>", " ", explanation.to_html()).split()),
     )
     as_json = explanation.as_dict()["graphs"][0]["candidates"]
-    database = [_cost(row) for row in rows]
+    database = [_cost(row, False) for row in rows]
     for i, shown in enumerate(choices.rows(graph)):
         ratio = float(shown.factor)
         assert ratio == pytest.approx(base / in_us(shown.latency), rel=0.011, abs=0.0051)
