@@ -3,7 +3,8 @@
 A hook, or compiled code that is only tried, may change what the rest of the program runs under:
 ``torch.set_num_threads``, an ``autocast`` that is entered and not left, a functorch level that an
 exception left open. :class:`StateGuard` reads all that torch and Python let one read before a
-block, puts back what differs after it, and says what that was.
+block, puts back what differs after it, and says what that was. Past 400 lines: one table, and what
+reads it.
 
 Some of it belongs to the thread (modes, levels), some to the process. What another thread changes
 of the latter while the block runs is taken for the block's own.
