@@ -1,8 +1,8 @@
 """A way to run a graph: its regions' code, and the flat functions that call it.
 
 Each function is generated. The *plain* one holds the weights check and the region calls, and sends
-some calls to one that looks at what they return, too; the *checked* one holds each region's outputs against its contract; a *trial* lets
-exceptions pass, for who compares programs.
+some calls to one that looks at what they return, too; the *checked* one holds each region's outputs
+against its contract; a *trial* lets exceptions pass, for who compares programs.
 """
 
 from __future__ import annotations
