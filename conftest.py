@@ -24,6 +24,9 @@ for _name in [name for name in os.environ if name.startswith("FUSEBOARD_")]:
 # Most tests are about one stage, and say which backend runs what. What measuring chooses depends on
 # the machine: tests of the policy `measured`, and the cases, ask for it.
 os.environ["FUSEBOARD_POLICY"] = "priority"
+# Tests of the policy `measured` are about the comparison itself, which they watch within calls;
+# those of the workshop, which makes it in another process, ask for that.
+os.environ["FUSEBOARD_SETTLE"] = "in_calls"
 
 # A shell without job control starts what runs in the background with Ctrl-C ignored, and every
 # child with it: tests that press it would wait for their time limit.

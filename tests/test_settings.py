@@ -35,7 +35,8 @@ def message(**arguments) -> str:
 
 def test_defaults_are_the_documented_ones(monkeypatch):
     """Without any source every value is the model's default, and says so."""
-    monkeypatch.delenv("FUSEBOARD_POLICY")  # what the other tests run under
+    for name in ("FUSEBOARD_POLICY", "FUSEBOARD_SETTLE"):  # what the other tests run under
+        monkeypatch.delenv(name)
     settings = resolve()
     assert settings.model_dump() == Settings().model_dump()
     assert {settings.origin(name) for name in Settings.model_fields} == {"default"}

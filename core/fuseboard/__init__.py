@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
-    from fuseboard.profile.background import wait
+    from fuseboard.profile.background import settled, wait
     from fuseboard.profile.measure import measure
     from fuseboard.profile.memory import MemoryPoint, measure_memory
     from fuseboard.profile.reference import Reference
@@ -109,7 +109,7 @@ _HOMES = {
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
     "fuseboard.partition.patterns": ("claim_patterns",),
-    "fuseboard.profile.background": ("wait",),
+    "fuseboard.profile.background": ("settled", "wait"),
     "fuseboard.profile.measure": ("measure",),
     "fuseboard.profile.memory": ("MemoryPoint", "measure_memory"),
     "fuseboard.profile.reference": ("Reference",),
@@ -179,6 +179,7 @@ __all__ = [
     "refresh",
     "register",
     "settings",
+    "settled",
     "unregister",
     "wait",
     "why_unavailable",

@@ -111,6 +111,50 @@ class Capture:
                 return f"{name} {problem}"
         return ""
 
+    def difference_as_it_runs(self, inputs: Sequence[Any]) -> str:
+        """Where what runs the calls, whatever it is by now, parts from Dynamo's graph; "" if not.
+
+        It is called once before that: its first call may prepare and check what later ones don't.
+
+        :raises CannotCompare: the reason is the text.
+        """
+        own = self._inputs(inputs)
+        self._must_be_comparable()
+        self._must_have_room(own)
+        want = self._eager(own)
+        if isinstance(want, BaseException):
+            raise CannotCompare(f"eager raises {describe(want)}")
+        try:
+            with generators_put_back(), without_anomaly_mode():
+                _results(self._compiled, own)
+                got = _results(self._compiled, own)
+        except CONTAINED as error:
+            return f"it raises {describe(_not_of_memory(error))}"
+        if list(want) != list(got):
+            return "it has other results"
+        for name, value in want.items():
+            if problem := difference(value, got[name], iter(())):
+                break
+        else:
+            return ""
+        # By more than a few roundings: how far apart may it be?
+        captured = self._captured(own)
+        if isinstance(captured, BaseException):
+            raise CannotCompare(f"op by op it raises {describe(captured)}")
+        disturbed = Disturbances(partial(self._captured, own), captured)
+        for name, value in want.items():
+            if problem := difference(value, got[name], disturbed.spreads(name)):
+                return f"{name} {problem}"
+        return ""
+
+    def calls_of(self, inputs: Sequence[Any], run: Run | None = None) -> Callable[[], object]:
+        """What makes a call as the user's, with its backward if there is one.
+
+        :param run: what is called; unless given, what was compiled.
+        :raises CannotCompare: such calls can't be made.
+        """
+        return partial(_results, run or self._compiled, self._inputs(inputs))
+
     def _eager(self, inputs: _Copies) -> dict[str, Any] | BaseException:
         try:
             with generators_put_back(), without_anomaly_mode():
@@ -270,6 +314,8 @@ class _Copies:
         ]
 
     def _made(self, number: int, value: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
+        if number not in self.anew and not torch.is_grad_enabled():
+            return value  # what is prepared from weights belongs to these very tensors
         copy = value.detach()
         if number in self.anew:
             address = torch_internals.storage_address(value)

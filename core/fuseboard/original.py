@@ -149,7 +149,7 @@ def original(
         static_inputs=tuple(sorted(work.fixed)),
         whole=True,
     )
-    call = _boxed(graph, grads and not only_computes(graph))
+    call = boxed_original(graph, grads)
     return Site(
         cut, Lowered(region, call, call, tuple(range(len(placeholders)))), is_dynamo_graph=True
     )
@@ -161,11 +161,13 @@ def _is_special(node: Node) -> bool:
     return getattr(node.target, "__name__", "") in _MODES
 
 
-def _boxed(graph: GraphModule, with_grads: bool) -> Boxed:
+def boxed_original(graph: GraphModule, grads: bool) -> Boxed:
+    """Dynamo's graph as the code of an inference graph.
+
+    AOTAutograd calls such code in no-grad mode. Gradients are switched on for it where they are on
+    in the calls, unless it makes no difference.
     """
-    :param with_grads: AOTAutograd calls the code of inference graphs in no-grad mode; switch
-        gradients on for it, as they are in the call.
-    """
+    with_grads = grads and not only_computes(graph)
     forward = forward_of(graph)
 
     def call(args: list[Any]) -> Sequence[Any]:

@@ -54,20 +54,43 @@ from fuseboard.torch_copies import copy_graph
 from fuseboard.work import Draft, Work, claimed, describe_node, describe_nodes, placed
 
 _graph_numbers: dict[str, Iterator[int]] = {}
-_call_numbers = itertools.count()
+#: Of calls of the backend, in this process.
+call_numbers = itertools.count()
+
+
+def next_name(kind: str) -> str:
+    """A name for the next graph of a kind in this process: ``inference0``."""
+    return f"{kind}{next(_graph_numbers.setdefault(kind, itertools.count()))}"
+
+
+@dataclasses.dataclass
+class Record:
+    """What a graph's calls go through was made from, for another process to make it again.
+
+    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; those
+        of other candidates, too.
+    """
+
+    work: Work
+    runner: Runner
+    decomposed: dict[str, GraphModule]
+    plan: Plan | None = None
 
 
 class Pipeline:
     """The stages for the graphs of one call of the backend, under one snapshot of settings.
 
-    :param frame: names the user's function in reports.
+    :param frame: names Dynamo's compile and the user's function in reports.
     :param pins: what the user wants where.
+    :param number: of the backend's call, if it has one already.
     """
 
-    def __init__(self, session: Session, frame: str, pins: Pins | None = None) -> None:
+    def __init__(
+        self, session: Session, frame: str, pins: Pins | None = None, number: int | None = None
+    ) -> None:
         self.session = session
         self.frame = frame
-        self._number = next(_call_numbers)
+        self.number = next(call_numbers) if number is None else number
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
         self.rewriter = Rewriter(session, lambda: self.example_inputs, self._tripped)
@@ -85,6 +108,8 @@ class Pipeline:
         self.runners: list[Runner] = []
         #: Where it is kept whether they compute what Dynamo's graph does, if measuring decides.
         self.capture_book: Book | None = None
+        #: Of each graph, in that order, where another process is to have them; else None.
+        self.records: list[Record] | None = None
         # What tripped before there was a graph: told in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -189,6 +214,8 @@ class Pipeline:
         kept = list(work.kept)
         runner = Runner(work.graph, entry, kind, kept, self.session, report, visible)
         self.runners.append(runner)
+        if self.records is not None:
+            self.records.append(Record(work, runner, {}))
         with report.timed("lower"):
             if len(drafts) == 1:
                 self._lower(work, drafts[0], runner)
@@ -243,6 +270,7 @@ class Pipeline:
             counter=counter,
             hoisting=self.session.settings.hoist and work.kind == "inference",
             real=self._real_inputs(placeholders, fixed),
+            kept=self.records[-1].decomposed if self.records else None,
         )
 
     def _lower(self, work: Work, draft: Draft, runner: Runner) -> None:
@@ -256,6 +284,8 @@ class Pipeline:
             for i, cut in enumerate(draft.cuts)
         ]
         describe_nodes(work, draft.plan, sites)
+        if self.records is not None:
+            self.records[-1].plan = draft.plan
         runner.install(Program(runner.board, sites))
 
     def _tune(self, work: Work, drafts: Sequence[Draft], runner: Runner) -> None:
@@ -279,11 +309,14 @@ class Pipeline:
             if node.op == "call_function"
         ]
         composite = self._composite(work, plans)
+        record = self.records[-1] if self.records is not None else None
 
         def installed(winner: Candidate) -> None:
             assert winner.program is not None
             report.regions[:] = winner.regions
             plan = plans.get(winner) or composite.plan  # type: ignore[union-attr]
+            if record is not None:
+                record.plan = plan
             describe_nodes(work, plan, winner.program.sites)
 
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
@@ -393,10 +426,8 @@ class Pipeline:
     # --- reporting ------------------------------------------------------------------------------
 
     def _report(self, kind: GraphKind) -> GraphReport:
-        number = next(_graph_numbers.setdefault(kind, itertools.count()))
-        frame = f"{torch_internals.compile_id()} {self.frame}".strip()
         backends = tuple(info.name for info in self.session.backends)
-        report = GraphReport(f"{kind}{number}", kind, frame, self._number, backends)
+        report = GraphReport(next_name(kind), kind, self.frame, self.number, backends)
         report.left_out.update(self.session.left_out())
         report.notes.extend(self.session.notes)
         report.trips.extend(self._at_capture.trips)

@@ -167,7 +167,7 @@ def defers(session: Session, graph: GraphModule) -> bool:
     Guards that are added to symbolic sizes later would be lost; and ranks would compare what has
     been compiled in different calls.
     """
-    background = session.settings.settle == "background" and not several_ranks()
+    background = session.settings.settle != "first_call" and not several_ranks()
     return background and not is_symbolic(graph)
 
 

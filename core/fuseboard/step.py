@@ -62,8 +62,8 @@ def whole_step(
     reports: Mapping[str, GraphReport],
     book: Book,
     runners: Sequence[Runner],
-) -> Run:
-    """What runs the calls of a training graph, or of an inference graph.
+) -> Run | None:
+    """What runs the calls of a training graph, or of an inference graph; None: Dynamo's own graph.
 
     :param graph: Dynamo's.
     :param mutated: positions of the inputs that it writes to.
@@ -81,8 +81,8 @@ def whole_step(
         if decision.winner == EAGER:
             report = _first(reports)
             report.notes.append(f"{_RUNS[report.kind]}, as the cost database has it")
-            _tell_dynamos_runs(report.kind, _times(decision.candidates), runners)
-            return forward_of(graph)
+            tell_dynamos_runs(report.kind, _times(decision.candidates), runners)
+            return None
         return compiled
     step = _Undecided(compiled, graph, mutated, session, reports, book, runners)
 
@@ -209,7 +209,7 @@ class _Undecided:
         if winner == COMPILED:
             emit(report)
             return self._compiled
-        _tell_dynamos_runs(report.kind, _times(rows), self._runners)
+        tell_dynamos_runs(report.kind, _times(rows), self._runners)
         return self._eager
 
     def _give_up(self, written: Sequence[int]) -> Run:
@@ -324,7 +324,7 @@ def _told(kind: str, winner: str, rows: Sequence[CandidateReport]) -> str:
     return text + "what was compiled runs" + (", which is close enough" if close else "")
 
 
-def _tell_dynamos_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runner]) -> None:
+def tell_dynamos_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runner]) -> None:
     """In the report of each graph: none of what was compiled of it runs."""
     instead = "Dynamo's own graph runs"
     if us.keys() >= {COMPILED, EAGER}:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import operator
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +19,42 @@ from fuseboard import torch_internals
 from fuseboard.errors import LoweringError
 
 
-def graph_to_bytes(graph: GraphModule, inputs: Sequence[Any]) -> bytes:
+def graph_to_bytes(
+    graph: GraphModule, inputs: Sequence[Any], metadata: Collection[str] = ("val",)
+) -> bytes:
     """A graph with its fake values, its fake inputs, and its constants.
 
+    :param metadata: what nodes take along; ``val`` is the fake value.
     :raises LoweringError: something in it can't be sent, or this torch can't.
     """
     try:
         from torch.fx._graph_pickler import GraphPickler, Options
 
-        options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key == "val")
+        options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in metadata)
         sent = GraphPickler.dumps((graph, list(inputs)), options)
-        held = io.BytesIO()
-        with torch_internals.real_tensors():
-            torch.save(dict(_constants(graph, "")), held)
+        held = constants_to_bytes(graph)
     except Exception as error:  # whatever the code of an object in the graph raises
         raise LoweringError(
             f"its graph can't be sent to another process: {type(error).__name__}: {error}"
         ) from error
-    return pickle.dumps((sent, held.getvalue()))
+    return pickle.dumps((sent, held))
+
+
+def constants_to_bytes(graph: GraphModule) -> bytes:
+    """The tensors that a graph, and the graphs in it, hold."""
+    held = io.BytesIO()
+    with torch_internals.real_tensors():
+        torch.save(dict(_constants(graph, "")), held)
+    return held.getvalue()
+
+
+def constants_from_bytes(graph: GraphModule, data: bytes) -> None:
+    """Give a graph the tensors that :func:`constants_to_bytes` found in it."""
+    with torch_internals.real_tensors():
+        held = torch.load(io.BytesIO(data), weights_only=True)
+    for path, tensor in held.items():
+        owner, _, name = path.rpartition(".")
+        setattr(operator.attrgetter(owner)(graph) if owner else graph, name, tensor)
 
 
 def graph_from_bytes(data: bytes) -> tuple[GraphModule, list[Any], Any]:
@@ -52,9 +70,7 @@ def graph_from_bytes(data: bytes) -> tuple[GraphModule, list[Any], Any]:
     for held_graph in graph.modules():  # those inside of control flow come without code
         if isinstance(held_graph, GraphModule):
             held_graph.recompile()
-    for path, tensor in torch.load(io.BytesIO(held), weights_only=True).items():
-        owner, _, name = path.rpartition(".")
-        setattr(operator.attrgetter(owner)(graph) if owner else graph, name, tensor)
+    constants_from_bytes(graph, held)
     return graph, inputs, mode
 
 

@@ -199,6 +199,11 @@ def frame_name() -> str:
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
+def frame_title() -> str:
+    """Dynamo's id of the compile that is under way, and the user's function."""
+    return f"{compile_id()} {frame_name()}".strip()
+
+
 @dataclass(frozen=True)
 class FrameScope:
     """What the function that Dynamo compiles can see.

@@ -35,6 +35,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from fuseboard import torch_switches
+from fuseboard.beside import is_beside
 
 #: What a change of a part means. ``answers``: the program may compute something else, or otherwise
 #: than its author wants. ``surroundings``: it is the process's, and an engine may change it when it
@@ -53,6 +54,24 @@ class StatePart:
     read: Callable[[], Any]
     write: Callable[[Any], None]
     kind: Kind = "answers"
+
+    @property
+    def is_of_thread(self) -> bool:
+        """Whether each thread has its own, among those that results depend on."""
+        return "autocast" in self.name or self.name == "torch.set_num_threads"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other threads change it all the time, so that none may put it back for them."""
+        return self.kind == "draws" or self.name in _SHARED
+
+
+#: Of the whole process, and changed by code that means to: redirected output, ``catch_warnings``,
+#: a model that is made in another dtype.
+_SHARED = frozenset(
+    {"the default dtype", "the working directory", "sys.stdout", "sys.stderr", "gc"}
+    | {"warnings.filters", "torch.autograd.set_detect_anomaly"}
+)
 
 
 @dataclass(frozen=True)
@@ -437,6 +456,8 @@ def put_back(before: list[Any], parts: Sequence[StatePart] = PARTS) -> list[Stat
 class StateGuard:
     """A block after which the process is as it was before.
 
+    Beside the user's calls, what their threads may change in the meantime is left alone.
+
     :ivar changes: what had to be put back, once the block is over.
     """
 
@@ -445,6 +466,8 @@ class StateGuard:
         self._parts = parts
 
     def __enter__(self) -> StateGuard:
+        if is_beside():
+            self._parts = tuple(part for part in self._parts if not part.is_shared)
         self._before = read_state(self._parts)
         return self
 

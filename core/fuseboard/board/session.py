@@ -294,12 +294,29 @@ class Session:
     def module_name(self, plugin: str) -> str | None:
         """The module that another process must import and register to have a plugin.
 
-        "" where its entry point does that; None where it is an object of this process.
+        "" where its entry point does that, or it is built in; None where it is an object of this
+        process.
         """
         entry = self._entries.get(plugin)
-        if entry is None or entry.state.source.startswith("entry point"):
+        if entry is None or entry.state.source.startswith(("entry point", "built in")):
             return ""
         return entry.plugin.__name__ if isinstance(entry.plugin, ModuleType) else None
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """Every active plugin, in order."""
+        return self._order
+
+    @property
+    def decides_on_failure(self) -> bool:
+        """Whether a plugin or a function of the user's says what follows a failure."""
+        hook = "fuseboard_on_failure"
+        return hook in self._overrides or bool(self.with_hook(hook))
+
+    def run_time_modules(self) -> tuple[tuple[str, str], ...]:
+        """(module, name) of the active plugins that were registered at run time."""
+        found = ((self.module_name(name), name) for name in self._order)
+        return tuple((module, name) for module, name in found if module)
 
     # --- calling hooks --------------------------------------------------------------------------
 

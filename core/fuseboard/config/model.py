@@ -64,10 +64,12 @@ class Settings(BaseModel):
         "How a node's backend is chosen: 'measured' times what backends made of a graph in its own "
         "calls and takes the fastest that is right; 'priority' takes the first that gains by it.",
     )
-    settle: Literal["background", "first_call"] = _setting(
+    settle: Literal["background", "in_calls", "first_call"] = _setting(
         "background",
-        "'background', 'first_call'",
-        "When what takes long to compile is tried: beside the first calls, or before the first.",
+        "'background', 'in_calls', 'first_call'",
+        "When a graph's candidates are tried: beside its calls, which Dynamo's own graph answers "
+        "meanwhile; within its calls, what takes long to compile between them; or all of them "
+        "before the first call is answered.",
     )
     measure_s: float = _setting(
         1.0,

@@ -72,6 +72,54 @@ def graph_parts(graph: GraphModule, kind: GraphKind, static: Sequence[int]) -> d
     return {**_parts(graph, "", kind, tuple(static)), "code": code_hash(Path(__file__).parents[1])}
 
 
+def call_parts(
+    graph: GraphModule, inputs: Sequence[torch.Tensor], static: Sequence[int]
+) -> dict[str, str]:
+    """What the choice among candidates for a graph of Dynamo's depends on.
+
+    :param inputs: real ones.
+    :raises NotCacheable: something in the graph has no name outside of this process.
+    """
+    for what in _nameless(graph):
+        raise NotCacheable(f"{what} means nothing to another process")
+    graphs = [one for one in graph.modules() if isinstance(one, GraphModule)]
+    held = [
+        content_hash(value) if isinstance(value, torch.Tensor) else repr(value)
+        for one in graphs
+        for node in one.graph.find_nodes(op="get_attr")
+        if not isinstance(value := operator.attrgetter(str(node.target))(one), GraphModule)
+    ]
+    # Inputs that share memory are told from those that don't.
+    places: dict[int, int] = {}
+    shown = [
+        f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()} "
+        f"{value.requires_grad} {value.is_conj()} {value.is_neg()} {value.is_inference()} "
+        f"{places.setdefault(torch_internals.storage_address(value), len(places))}"
+        for value in inputs
+    ]
+    text = "\n".join([*(one.code for one in graphs), *held, *shown])
+    return {
+        "backend": "the whole call",
+        "graph": hashlib.sha256(text.encode()).hexdigest(),
+        "static inputs": f"{static}",
+        "code": code_hash(Path(__file__).parents[1]),
+        **_machine_parts(),
+    }
+
+
+def _machine_parts() -> dict[str, str]:
+    """The versions, the machine and the process that code is to run on and in."""
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "fuseboard": fuseboard_version(),
+        "python": f"{platform.python_implementation()} {'.'.join(map(str, sys.version_info[:3]))}",
+        "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
+        "processor": processor(),
+        "threads": f"{torch.get_num_threads()}",
+        "numerics": numerics(),
+    }
+
+
 def _parts(
     graph: GraphModule, backend: str, kind: GraphKind, static: Sequence[int]
 ) -> dict[str, str]:
@@ -81,13 +129,7 @@ def _parts(
         "graph": signature(graph, backend, (kind, _views(graph))),
         "static inputs": f"{static}",
         "sizes": "; ".join(torch_symbols.known_facts(values)),
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "fuseboard": fuseboard_version(),
-        "python": f"{platform.python_implementation()} {'.'.join(map(str, sys.version_info[:3]))}",
-        "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
-        "processor": processor(),
-        "threads": f"{torch.get_num_threads()}",
-        "numerics": numerics(),
+        **_machine_parts(),
     }
     own_keys = [getattr(node.target, "cache_key", None) for node in graph.graph.nodes]
     if any(isinstance(own, str) for own in own_keys):

@@ -74,6 +74,8 @@ class Cache:
     :param report: of the graph; failures to load are told there.
     :param ready: what child processes have made.
     :param defers: what would have to be compiled is deferred, if a child process can do it.
+    :param carried: another process has compiled it; what should be in the cache is deferred if it
+        isn't.
     """
 
     def __init__(
@@ -82,11 +84,13 @@ class Cache:
         report: GraphReport,
         ready: Mapping[Token, Result] | None = None,
         defers: bool = False,
+        carried: bool = False,
     ) -> None:
         self._session = session
         self._report = report
         self._ready = ready or {}
         self._defers = defers
+        self._carried = carried
 
     def lower(self, task: Task, told: RegionReport) -> LoweredRegion | None:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.
@@ -107,7 +111,7 @@ class Cache:
         result = None
         if token in self._ready:
             result = _answered(self._ready[token])
-        elif self._defers and not info.compiles_quickly:
+        elif (self._defers or (self._carried and loads)) and not info.compiles_quickly:
             raise Deferred(token, self._request(task) if loads else None)
         elif isolates:
             result = self._try_in_child(task, place)

@@ -66,7 +66,7 @@ class Result:
 
 def main(directory: Path) -> None:
     """Answer the request; ends the process, without a plugin's handlers at exit."""
-    _be_killed_with_parent()
+    be_killed_with_parent()
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
@@ -104,7 +104,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _be_killed_with_parent() -> None:
+def be_killed_with_parent() -> None:
     """Also while this process is stopped, where Linux can do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

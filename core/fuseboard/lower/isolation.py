@@ -83,7 +83,7 @@ def answer_in_child(
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **_import_as_here()},
+                env={**os.environ, **import_as_here()},
                 start_new_session=True,  # so that compilers which it started go with it
             )
             try:
@@ -128,7 +128,7 @@ def _own_directory() -> Iterator[Path]:
         atexit.unregister(remove)
 
 
-def _import_as_here() -> dict[str, str]:
+def import_as_here() -> dict[str, str]:
     """Environment under which a child imports what this process does, and not from its directory
     first because it was started with ``-m``."""
     paths = [path or os.getcwd() for path in sys.path]

@@ -84,6 +84,9 @@ class Lowering:
     :ivar strict: a failure is raised, and isn't contained.
     :ivar defers: what takes long raises :class:`Deferred` instead.
     :ivar ready: what was deferred, and is compiled now.
+    :ivar carried: by signature: graphs of regions that another process has decomposed. Where it is
+        given, nothing is traced here, nor compiled that should be in the cache.
+    :ivar kept: where to keep what is decomposed, by signature, for another process.
     """
 
     session: Session
@@ -97,6 +100,8 @@ class Lowering:
     strict: bool = False
     defers: bool = False
     ready: Mapping[Token, Result] = field(default_factory=dict)
+    carried: Mapping[str, GraphModule] | None = None
+    kept: dict[str, GraphModule] | None = None
 
     def __post_init__(self) -> None:
         self._known: dict[str, Lowered] = {}
@@ -271,7 +276,8 @@ class Lowering:
             weights=weights,
             prepare=prepared.prepare,
         )
-        cache = Cache(session, self.report, self.ready, self.defers)
+        carried = self.carried is not None
+        cache = Cache(session, self.report, self.ready, self.defers, carried)
         try:
             with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
                 answer = cache.lower(task, report)
@@ -304,17 +310,20 @@ class Lowering:
         """The same, holding on to no weights and telling nobody."""
         aside = GraphReport(self.report.name, self.report.kind)
         return dataclasses.replace(
-            self, report=aside, real={}, ready={}, strict=True, defers=False, hoisting=False
+            self,
+            report=aside,
+            real={},
+            ready={},
+            strict=True,
+            defers=False,
+            hoisting=False,
+            carried=None,
+            kept=None,
         )
 
     def _prepare(self, region: Region) -> _Prepared:
         """Decompose, fuse and hoist, on a copy of the region's graph."""
-        graph = copy_graph(region.graph)
-        table = self.session.call(
-            "fuseboard_decompositions", region.backend, kind=self.kind, options=region.options
-        )
-        if table:
-            graph = decompose(graph, table)
+        graph = self._decomposed(region)
         graph, made, fusions = self._fuse(graph, region)
         count = len(graph.graph.find_nodes(op="placeholder"))
         hoisted = hoist(graph, region.static_inputs, made) if self.hoisting else None
@@ -328,6 +337,23 @@ class Lowering:
         return _Prepared(
             final, fusions, tuple(hoisted.keeps), hoisted.prepare, hoisted.uses, hoisted.values
         )
+
+    def _decomposed(self, region: Region) -> GraphModule:
+        graph = copy_graph(region.graph)
+        table = self.session.call(
+            "fuseboard_decompositions", region.backend, kind=self.kind, options=region.options
+        )
+        if not table:
+            return graph
+        if self.carried is not None:
+            try:
+                return copy_graph(self.carried[region.signature])
+            except KeyError:
+                raise LoweringError(f"{region.name} was cut otherwise elsewhere") from None
+        graph = decompose(graph, table)
+        if self.kept is not None:
+            self.kept[region.signature] = copy_graph(graph)
+        return graph
 
     def _fuse(
         self, graph: GraphModule, region: Region

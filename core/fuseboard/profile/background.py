@@ -7,6 +7,7 @@ calls in the meantime share the processor with it and nothing else.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import multiprocessing.util
 import os
@@ -55,7 +56,7 @@ class Job:
 
 
 class Settling(Protocol):
-    """A graph that hasn't been decided for good; see :class:`fuseboard.profile.tuner.Tuner`."""
+    """A graph that hasn't been decided for good."""
 
     @property
     def name(self) -> str: ...
@@ -64,13 +65,17 @@ class Settling(Protocol):
 
     @property
     def waiting(self) -> int:
-        """How many of its regions are still to be compiled."""
+        """How much is still to be done for it beside calls, such as regions to be compiled."""
 
     def forked(self) -> None:
         """In a forked child: what another process compiles isn't waited for."""
 
     def settle(self) -> bool:
         """Decide now, on inputs that were kept; False where that needs another call."""
+
+
+class Tuning(Settling, Protocol):
+    """One whose regions are compiled here; see :class:`fuseboard.profile.tuner.Tuner`."""
 
     def compiled(self, candidate: Any, token: Token, result: Result, seconds: float) -> None:
         """Take what was compiled for a candidate, in the worker's thread."""
@@ -176,6 +181,9 @@ class Worker:
                     pass  # it has just ended
 
 
+#: Of the graphs that are compiled beside their calls.
+numbers = itertools.count()
+
 worker = Worker()
 _unsettled: weakref.WeakSet[Settling] = weakref.WeakSet()
 
@@ -190,7 +198,7 @@ def leave(graph: object) -> None:
     _unsettled.difference_update([graph])
 
 
-def compile_for(graph: Settling, candidate: Any, later: Deferred, settings: Settings) -> None:
+def compile_for(graph: Tuning, candidate: Any, later: Deferred, settings: Settings) -> None:
     """Have a region of one of a graph's candidates compiled, unless the graph is gone by then."""
     assert later.request is not None
     owner = weakref.ref(graph)
@@ -210,6 +218,14 @@ def compile_for(graph: Settling, candidate: Any, later: Deferred, settings: Sett
 def unsettled() -> list[Settling]:
     """The graphs that aren't decided for good."""
     return [graph for graph in list(_unsettled) if not graph.settled]
+
+
+def settled() -> bool:
+    """Whether every graph that was compiled so far is decided for good. It does no work itself.
+
+    False as well where a graph needs another call for that.
+    """
+    return not unsettled()
 
 
 def wait(timeout_s: float | None = None, progress: bool = True) -> bool:
@@ -233,7 +249,9 @@ def wait(timeout_s: float | None = None, progress: bool = True) -> bool:
             show(len(_unsettled) - len(unsettled()), len(_unsettled))
             if not compiling:
                 rounds += 1
-                if rounds < _ROUNDS and any(not graph.settled for graph in compared):
+                due = any(not graph.settled for graph in compared)
+                due = due or any(graph not in pending for graph in unsettled())
+                if rounds < _ROUNDS and due:
                     continue  # something is due that wasn't before
                 break
             if end is not None and time.monotonic() >= end:

@@ -8,16 +8,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.contracts import GraphKind
-from fuseboard.lower.cache_keys import NotCacheable, code_hash, graph_parts, plugin_options_text
+from fuseboard.lower.cache_keys import (
+    NotCacheable,
+    call_parts,
+    code_hash,
+    graph_parts,
+    plugin_options_text,
+)
 from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, database, decision_key
 from fuseboard.profile.costs_rows import NOT_TRIED
 from fuseboard.report.data import CandidateReport, GraphReport
 
-Level = Literal["graph", "region", "step", "capture"]
+Level = Literal["graph", "region", "step", "capture", "call"]
 
 #: Settings that change which candidates there are, or what is right.
 _SETTINGS = (
@@ -76,6 +83,31 @@ class Book:
             report.notes.append(f"its decision isn't kept: {error}")
             return cls(costs, None, report, level)
         return cls(costs, parts, report, level)
+
+    @classmethod
+    def of_dynamos(
+        cls,
+        session: Session,
+        graph: GraphModule,
+        report: GraphReport,
+        inputs: Sequence[torch.Tensor],
+        static: Collection[int],
+        around: str,
+    ) -> Book:
+        """The page of a graph of Dynamo's: whether its candidates were tried in another process.
+
+        :param inputs: real ones.
+        :param around: what results depend on besides.
+        """
+        costs = database(session.settings)
+        try:
+            parts = call_parts(graph, inputs, sorted(static))
+            parts["around the call"] = around
+            parts["backends"] = "; ".join(_backends(session))
+            parts["settings"] = _settings(session)
+        except NotCacheable:
+            return cls(costs, None, report, "call")
+        return cls(costs, parts, report, "call")
 
     def find(self) -> Decision | None:
         """What was decided before; a note says what differs where something nearly was."""

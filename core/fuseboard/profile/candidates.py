@@ -12,6 +12,7 @@ from fuseboard.lower.codegen import target_name
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.program import Board, Program, Site
+from fuseboard.lower.weights import WeightSets
 from fuseboard.partition.regions import Cut
 from fuseboard.profile.costs import CandidateCost
 from fuseboard.report.data import CandidateReport, RegionReport
@@ -122,19 +123,19 @@ class Candidate:
 
 
 def tell_what_preparing_gains(
-    winner: Candidate, candidates: Sequence[Candidate], margin: float
+    sets: WeightSets | None, rows: Sequence[CandidateReport], margin: float
 ) -> None:
     """Tell a winner's sets of weights what a call takes without them, and what it saves with them.
 
+    :param rows: of all candidates, with the winner ``chosen``.
     :param margin: the least share of eager's time by which something wins.
     """
-    assert winner.program is not None
-    sets, told = winner.program.sets, winner.told
-    eagers_us = next((c.told.latency_us for c in candidates if c.name == "eager"), None)
-    if sets is None or not told.latency_us:
+    winner = next((row for row in rows if row.state == "chosen"), None)
+    if sets is None or winner is None or not winner.latency_us:
         return
+    eagers_us = next((row.latency_us for row in rows if row.name == "eager"), None)
     if eagers_us:
-        sets.share = max(1 - told.latency_us / eagers_us, margin)
+        sets.share = max(1 - winner.latency_us / eagers_us, margin)
         sets.without_s = 1e-6 * eagers_us
 
 

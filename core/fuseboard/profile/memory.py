@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fuseboard import torch_internals
-from fuseboard.backend import fuseboard
+from fuseboard.backend import compile_now, fuseboard
 from fuseboard.config import settings
 from fuseboard.errors import FuseboardError, SettingsError
 from fuseboard.profile.measure import measure_calls
@@ -106,7 +106,7 @@ def memory_points(
     step = _Step(original, tuple(inputs), dict(kwargs or {}), loss)
 
     def backend(graph: Any, example_inputs: Any) -> Any:
-        return fuseboard(graph, example_inputs, **options)
+        return compile_now(graph, example_inputs, **options)
 
     with torch.enable_grad():
         with state_kept(original):

@@ -401,7 +401,8 @@ class Tuner:
             if other.told.state == "chosen":
                 other.told.state = "slower"
         candidate.told.state = "chosen"
-        tell_what_preparing_gains(candidate, self._candidates, self._session.settings.margin)
+        rows = [each.told for each in self._candidates]
+        tell_what_preparing_gains(candidate.program.sets, rows, self._session.settings.margin)
         every = self._session.settings.verify_every
         again = every is not None
         inputs: Any = "watched" if again else "unseen"

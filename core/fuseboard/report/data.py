@@ -233,6 +233,15 @@ class Ledger:
         for listener in list(self._listeners.values()):
             listener.append(graph)
 
+    def replace(self, graph: GraphReport, *others: GraphReport) -> None:
+        """Let others take the place of a report, wherever it is still told."""
+        for told in (self._graphs, *self._listeners.values()):
+            kept = [one for one in told if one is not graph and one not in others]
+            if len(kept) == len(told):
+                continue
+            told.clear()
+            told.extend([*kept, *others])
+
     def graphs(self) -> list[GraphReport]:
         return list(self._graphs)
 

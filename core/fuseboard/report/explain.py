@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fuseboard.backend import fuseboard
+from fuseboard.backend import compile_now, fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.profile.background import wait
@@ -160,7 +160,7 @@ def explain_call(
     board.session(resolve(**options))  # a wrong setting raises here, unwrapped by Dynamo
 
     def backend(graph: Any, inputs: Any) -> Any:
-        return fuseboard(graph, inputs, **options)
+        return compile_now(graph, inputs, **options)
 
     with explained() as explanation, ExitStack() as stack:
         explanation.notes.extend(notes)

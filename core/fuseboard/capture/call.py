@@ -1,0 +1,322 @@
+"""One graph of Dynamo's through AOTAutograd, wired to the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard import mixed_norms, torch_internals, unfit_calls
+from fuseboard.board import Session
+from fuseboard.captured import CannotCompare, Capture
+from fuseboard.contracts import Boxed, GraphKind
+from fuseboard.errors import CONTAINED, LoweringError, PluginError
+from fuseboard.lower.entry import BackwardEntry, Entry
+from fuseboard.lower.failure import describe
+from fuseboard.lower.runner import Runner
+from fuseboard.lower.specialise import compiling
+from fuseboard.original import forward_of, mend_powers
+from fuseboard.partition.pins import Pins
+from fuseboard.pipeline import Pipeline
+from fuseboard.profile.ranks import several_ranks
+from fuseboard.step import EAGER, whole_step
+from fuseboard.torch_copies import copy_graph
+from fuseboard.torch_state import StateGuard
+from fuseboard.torch_views import eager_view_strides
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What answers the calls of a graph.
+
+    :ivar run: takes what Dynamo's graph takes.
+    :ivar call: how it came about.
+    :ivar is_dynamos: it is Dynamo's own graph.
+    :ivar captured: what AOTAutograd returned.
+    """
+
+    run: Run
+    call: GraphCall
+    is_dynamos: bool = False
+    captured: Run | None = None
+
+    def capture(self) -> Capture:
+        """What was compiled, to be held against Dynamo's graph or to be called as users do."""
+        return self.call.capture_of(self.run)
+
+    @property
+    def runners(self) -> list[Runner]:
+        return self.call.pipeline.runners
+
+    def is_decided(self) -> bool:
+        """Whether no call is needed any more to decide what runs."""
+        book = self.call.pipeline.step_book
+        settled = all(runner.chooser is None for runner in self.runners)
+        return settled and (book is None or book.find() is not None)
+
+    def dynamo_wins(self) -> bool:
+        """Whether nothing that was compiled is any better than Dynamo's own graph."""
+        book = self.call.pipeline.step_book
+        decision = book.find() if book is not None else None
+        if decision is not None:
+            return decision.winner == EAGER
+        sites = [site for runner in self.runners for site in runner.program.sites]
+        return all(site.lowered.region.backend == "eager" for site in sites)
+
+
+def compile_graph(
+    session: Session,
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    example_inputs: Sequence[Any],
+    frame: str,
+    bundled: Callable[[Callable[..., Boxed]], Any] | None = None,
+) -> Compiled:
+    """Compile a graph, or find that it is best run as Dynamo has it.
+
+    :param inputs: for AOTAutograd, real or fake.
+    :param example_inputs: the same ones, real; they are not kept.
+    :param frame: names the user's function in reports.
+    :param bundled: goes around each of AOTAutograd's compilers where another process is to have
+        what is made here.
+    """
+    call = GraphCall(session, graph, frame)
+    around = bundled or (lambda compiler: compiler)
+    if bundled is not None:
+        call.pipeline.records = []
+    with torch_internals.capturing(), call.knowing(example_inputs):
+        aot = torch_internals.aot_autograd(
+            fw_compiler=around(partial(call.compile, kind="forward")),
+            bw_compiler=around(call.compile_backward),
+            inference_compiler=around(partial(call.compile, kind="inference")),
+            partition_fn=call.partition_joint,
+            decompositions=call.decompositions(example_inputs),
+        )
+        try:
+            compiled = aot(graph, inputs)
+        except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
+            if call.was_compiling or torch_internals.is_dynamos(error):
+                raise
+            call.pipeline.contain_refused_graph(error)
+            return Compiled(forward_of(graph), call, is_dynamos=True)
+    if call.is_another(compiled, example_inputs):
+        return Compiled(forward_of(graph), call, is_dynamos=True)
+    step = call.whole_step(compiled)
+    if step is None:
+        return Compiled(forward_of(graph), call, is_dynamos=True)
+    run = call.watch_autocast(step)
+    return Compiled(call.unless_unfit(run, example_inputs), call, captured=compiled)
+
+
+class GraphCall:
+    """A graph of Dynamo's while it is compiled.
+
+    :ivar was_compiling: whether the board's own stages ran when AOTAutograd ended, not its code.
+    :ivar mutated: positions of the inputs that a call writes to.
+    :ivar input_count: how many inputs AOTAutograd's graph has.
+    :ivar autocast: whether calls are made under autocast.
+    """
+
+    def __init__(
+        self, session: Session, graph: GraphModule, frame: str, number: int | None = None
+    ) -> None:
+        self.session = session
+        self.graph = graph
+        # A look at the callers' locals keeps what they hold alive for as long as those frames run:
+        # only where a pattern has to be compared with the modules in them.
+        wishes = session.settings.pin or session.settings.exclude
+        pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
+        self.pipeline = Pipeline(session, frame, pins, number)
+        #: Ways into the graphs that AOTAutograd captured.
+        self.entries: list[Entry] = []
+        self.was_compiling = False
+        self.autocast = torch_internals.autocast_is_on()
+        self.mutated: frozenset[int] = frozenset()
+        self.input_count = 0
+
+    @contextmanager
+    def knowing(self, example_inputs: Sequence[Any]) -> Iterator[None]:
+        """Let the pipeline see Dynamo's graph and the real inputs for the block.
+
+        Neither is kept, but for the graph where it is what runs. Under autocast it can't run: what
+        is cast, AOTAutograd's graph alone knows, and is called with autocast off.
+        """
+        self.pipeline.example_inputs = example_inputs
+        self.pipeline.dynamos = None if torch_internals.autocast_is_on() else self.graph
+        try:
+            yield
+        finally:
+            self.pipeline.example_inputs, self.pipeline.dynamos = (), None
+
+    def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
+        """For a forward or inference graph."""
+        self.mutated = torch_internals.input_roles().mutated
+        self.input_count = len(inputs)
+        if kind == "forward":
+            torch_internals.note_no_donated_buffers()
+        entry = self._entry(graph, kind)
+        self._compile(entry, kind)
+        return entry.boxed()
+
+    def compile_backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
+        """A backward graph is compiled when it first runs: it may never do.
+
+        One with sizes among its inputs is compiled at once: a later guard on them would be lost.
+        """
+        entry = BackwardEntry(copy_graph(graph), "captured_backward", self.note_backward)
+        self.entries.append(entry)
+        if any(isinstance(value, torch.SymInt) for value in inputs):
+            self._compile(entry, "backward")
+        else:
+            entry.put(self._compiling_first(entry))
+        return entry.boxed()
+
+    def note_backward(self, text: str) -> None:
+        """Into the report of the backward graph; the forward's, as long as there is none."""
+        reports = [runner.report for runner in self.pipeline.runners]
+        report = next((one for one in reports if one.kind == "backward"), next(iter(reports), None))
+        if report is not None and text not in report.notes:
+            report.notes.append(text)
+
+    def _entry(self, graph: GraphModule, kind: GraphKind) -> Entry:
+        for inner in graph.children():  # of control flow, which calls them as torch writes them
+            mend_powers(inner)
+        self.entries.append(Entry(copy_graph(graph), f"captured_{kind}"))
+        return self.entries[-1]
+
+    def _compile(self, entry: Entry, kind: GraphKind) -> None:
+        self.was_compiling = True
+        self.pipeline.compile(entry, kind)
+        self.was_compiling = False
+
+    def _compiling_first(self, entry: Entry) -> Boxed:
+        entered = torch_internals.compiling_later()
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            with compiling:
+                if entry.function is call:  # else another thread was quicker
+                    with StateGuard(), eager_view_strides(), entered():
+                        self._compile(entry, "backward")
+            return entry.function(args)
+
+        return call
+
+    def partition_joint(self, *args: Any, **keywords: Any) -> tuple[GraphModule, GraphModule]:
+        self.was_compiling = True
+        parts = self.pipeline.partition_joint(*args, **keywords)
+        self.was_compiling = False
+        return parts
+
+    def decompositions(self, example_inputs: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+        """The level to capture at: no decompositions in inference, so that none is in what values
+        are held against.
+
+        In training the level of the first backend in order that trains: the split into forward and
+        backward can choose among these ops only, and that backend's rewrites of joint graphs are
+        made for them.
+        """
+        training = torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+        )
+        if not training:
+            return {}
+        own = mixed_norms.decompositions()
+        for info in self.session.backends:
+            if not info.training:
+                continue
+            try:
+                table = self.session.call(
+                    "fuseboard_decompositions",
+                    info.name,
+                    kind="joint",
+                    options=self.session.options(info.name),
+                )
+            except (PluginError, LoweringError) as error:
+                self.pipeline.contain_at_capture(info.name, error)
+                continue
+            return {**own, **(table or {})}
+        return own
+
+    def capture_of(self, compiled: Run) -> Capture:
+        as_many = self.input_count == len(self.graph.graph.find_nodes(op="placeholder"))
+        written = self.mutated if as_many or not self.mutated else None
+        fast = self.session.settings.random == "fast"
+        return Capture(self.graph, compiled, self.entries, written, fast)
+
+    def is_another(self, compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> bool:
+        """Whether AOTAutograd's graphs compute something else than Dynamo's; that is contained.
+
+        :raises RegionError: the policy is to raise.
+        """
+        pipeline, settings = self.pipeline, self.session.settings
+        if settings.verify == "off" or not pipeline.runners or several_ranks():
+            return False
+        captured = self.capture_of(compiled)
+        report = pipeline.runners[0].report
+        problem = reason = ""
+        try:
+            with compiling, report.timed("capture"):
+                problem = captured.known_difference(pipeline.capture_book, example_inputs)
+        except CannotCompare as why:
+            reason = str(why)
+        except CONTAINED as error:  # torch's, on results of a kind that it can't compute with
+            reason = describe(error)
+        if reason:
+            report.notes.append(f"not held against Dynamo's own graph: {reason}")
+        if problem:
+            pipeline.contain_other_graph(problem)
+        return bool(problem)
+
+    def whole_step(self, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Let the faster of what was compiled and Dynamo's own graph run the calls.
+
+        In training, and where none of the compiled graph's candidates is Dynamo's. None where an
+        earlier process found that Dynamo's is.
+        """
+        book = self.pipeline.step_book
+        if book is None:
+            return compiled
+        reports = self.pipeline.chosen
+        return whole_step(
+            compiled, self.graph, self.mutated, self.session, reports, book, self.pipeline.runners
+        )
+
+    def unless_unfit(
+        self, compiled: Callable[..., Any], example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Let Dynamo's own graph run the calls that what was compiled isn't made for."""
+        training = any(runner.board.kind != "inference" for runner in self.pipeline.runners)
+        conditions: list[unfit_calls.Unfit] = []
+        if training:
+            conditions.append(unfit_calls.with_tangents)
+        if training and self.mutated:
+            conditions.append(unfit_calls.writes_in_a_checkpoint)
+        if self.mutated:
+            conditions.append(unfit_calls.other_overlaps(example_inputs))
+        own = forward_of(self.graph)
+        return unfit_calls.unless_unfit(compiled, own, conditions, self._note)
+
+    def watch_autocast(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Let backwards know whether they are called under autocast, where AOTAutograd hides it."""
+        backwards = [one for one in self.entries if isinstance(one, BackwardEntry)]
+        if not backwards or not self.autocast:
+            return compiled
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            torch_internals.before_backward(results, backwards[0].look_around)
+            return results
+
+        return run
+
+    def _note(self, text: str) -> None:
+        for report in (runner.report for runner in self.pipeline.runners):
+            if text not in report.notes:
+                report.notes.append(text)

@@ -1,0 +1,263 @@
+"""What was compiled in one process, for another one: packed there, and made again here.
+
+No graph is captured, planned, decomposed or traced a second time. AOTAutograd's wrappers come as
+torch's own bundle, graphs as bytes, regions as their backends were given them. What remains to be
+done is to cut the graphs into their regions, to load or to lower these, and to write the functions
+that call them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard.board import Session
+from fuseboard.capture.call import Compiled, GraphCall
+from fuseboard.contracts import GraphKind
+from fuseboard.errors import LoweringError
+from fuseboard.fuse.passes import FusionCounter
+from fuseboard.lower.checked import Proofs
+from fuseboard.lower.entry import BackwardEntry, Entry
+from fuseboard.lower.lowering import Lowering
+from fuseboard.lower.program import Program, Site
+from fuseboard.lower.runner import Runner
+from fuseboard.original import boxed_original
+from fuseboard.partition.regions import cut_regions
+from fuseboard.partition.signature import signature
+from fuseboard.pipeline import Record, next_name
+from fuseboard.profile.candidates import tell_what_preparing_gains
+from fuseboard.report.data import GraphReport
+from fuseboard.torch_capture import tracing_apart
+from fuseboard.torch_graphs import graph_from_bytes, graph_to_bytes
+
+
+@dataclass(frozen=True)
+class _CarriedGraph:
+    """One graph that AOTAutograd captured, and how it was cut.
+
+    :ivar fused: None where it is the captured one.
+    :ivar kept: names of the board's own nodes.
+    :ivar fixed: positions of inputs that are weights, unchanged until they tell otherwise.
+    :ivar visible: how many leading outputs the caller sees; None: all.
+    :ivar runs_original: in eager it runs best as Dynamo has it.
+    :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
+    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature.
+    """
+
+    kind: GraphKind
+    entry: int
+    captured: bytes
+    fused: bytes | None
+    kept: tuple[str, ...]
+    placements: dict[str, str]
+    regions: tuple[tuple[str, ...], ...]
+    fixed: frozenset[int]
+    visible: int | None
+    runs_original: bool
+    fusions_offered: int
+    decomposed: dict[str, bytes]
+    report: GraphReport
+
+
+@dataclass(frozen=True)
+class CarriedProgram:
+    """All that runs the calls of one graph of Dynamo's.
+
+    :ivar bundle: AOTAutograd's wrappers.
+    :ivar backwards: for each entry whether it is that of a backward graph.
+    :ivar mutated: positions of the inputs that a call writes to.
+    """
+
+    bundle: bytes
+    entries: tuple[str, ...]
+    backwards: tuple[bool, ...]
+    graphs: tuple[_CarriedGraph, ...]
+    mutated: frozenset[int]
+    count: int
+    autocast: bool
+
+
+class NotCarried(Exception):
+    """It can't be sent, or doesn't fit where it arrived; the text says why."""
+
+
+# --- there ----------------------------------------------------------------------------------------
+
+
+def pack(compiled: Compiled) -> bytes:
+    """What another process makes the same of.
+
+    :raises NotCarried: something in it means nothing there.
+    """
+    from fuseboard.torch_bundles import bundle_of
+
+    call = compiled.call
+    records = call.pipeline.records
+    assert records is not None
+    assert compiled.captured is not None
+    try:
+        program = CarriedProgram(
+            bundle=bundle_of(compiled.captured),
+            entries=tuple(entry.name for entry in call.entries),
+            backwards=tuple(isinstance(entry, BackwardEntry) for entry in call.entries),
+            graphs=tuple(_packed(record, call.entries) for record in records),
+            mutated=call.mutated,
+            count=call.input_count,
+            autocast=call.autocast,
+        )
+        return pickle.dumps(program)
+    except LoweringError as error:
+        raise NotCarried(str(error)) from error
+    except Exception as error:  # whatever the code of an object in it raises when it is pickled
+        raise NotCarried(f"{type(error).__name__}: {error}") from error
+
+
+def _packed(record: Record, entries: Sequence[Entry]) -> _CarriedGraph:
+    work, runner, plan = record.work, record.runner, record.plan
+    if plan is None:
+        raise NotCarried("one of its graphs has no plan")
+    sites = runner.program.sites
+    if any(site.lowered.region.backend != site.cut.backend for site in sites):
+        raise NotCarried("a region of it runs in eager since it tripped")
+    used = {site.lowered.region.signature for site in sites}
+    return _CarriedGraph(
+        kind=work.kind,
+        entry=next(i for i, entry in enumerate(entries) if entry is runner.entry),
+        captured=_bytes_of(work.captured),
+        fused=None if _are_alike(work.captured, work.graph) else _bytes_of(work.graph),
+        kept=tuple(node.name for node in work.kept),
+        placements=dict(plan.placements),
+        regions=plan.regions,
+        fixed=work.fixed,
+        visible=work.roles.visible_outputs if work.kind == "forward" else None,
+        runs_original=runner.uncompiled is not runner.entry.eager,
+        fusions_offered=work.counter.offered,
+        decomposed={
+            name: _bytes_of(graph) for name, graph in record.decomposed.items() if name in used
+        },
+        report=work.report,
+    )
+
+
+def _are_alike(one: GraphModule, other: GraphModule) -> bool:
+    """Whether two graphs are the same, down to the names of their nodes."""
+    names = [[node.name for node in graph.graph.nodes] for graph in (one, other)]
+    return names[0] == names[1] and signature(one, "", ()) == signature(other, "", ())
+
+
+def _bytes_of(graph: GraphModule) -> bytes:
+    return graph_to_bytes(graph, [], metadata=("val", "nn_module_stack", "stack_trace"))
+
+
+# --- here -----------------------------------------------------------------------------------------
+
+
+def unpack(
+    data: bytes,
+    session: Session,
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    frame: str,
+    number: int,
+) -> Compiled:
+    """What was packed, around Dynamo's graph of this process.
+
+    :param inputs: a call's, real; they are not kept.
+    :param frame: names the user's function in reports.
+    :param number: of the backend's call.
+    :raises NotCarried: it doesn't fit, or something that it needs is gone from the cache.
+    """
+    from fuseboard.torch_bundles import from_bundle
+
+    carried: CarriedProgram = pickle.loads(data)
+    call = GraphCall(session, graph, frame, number)
+    call.mutated, call.input_count, call.autocast = carried.mutated, carried.count, carried.autocast
+    by_entry = {one.entry: one for one in carried.graphs}
+    for number, is_backward in enumerate(carried.backwards):
+        if (one := by_entry.get(number)) is None:
+            raise NotCarried("its backward hasn't run where it was tried")
+        captured = _graph_from(one.captured)
+        name = carried.entries[number]
+        call.entries.append(
+            BackwardEntry(captured, name, call.note_backward)
+            if is_backward
+            else Entry(captured, name)
+        )
+        with tracing_apart(()):  # as where it was tried: passes of torch's look for one
+            _run(call, one, captured, inputs)
+    captured_run = from_bundle(carried.bundle, [entry.boxed() for entry in call.entries])
+    run = call.watch_autocast(captured_run)
+    return Compiled(call.unless_unfit(run, inputs), call, captured=captured_run)
+
+
+def _graph_from(data: bytes) -> GraphModule:
+    return graph_from_bytes(data)[0]
+
+
+def _run(
+    call: GraphCall, carried: _CarriedGraph, captured: GraphModule, inputs: Sequence[Any]
+) -> None:
+    """Let the calls of the newest entry go to a program."""
+    session, settings, entry = call.session, call.session.settings, call.entries[-1]
+    graph = captured if carried.fused is None else _graph_from(carried.fused)
+    nodes = {node.name: node for node in graph.graph.nodes}
+    kept = [nodes[name] for name in carried.kept]
+    report = _as_ours(carried.report, call)
+    runner = Runner(graph, entry, carried.kind, kept, session, report, carried.visible)
+    if carried.runs_original:
+        runner.uncompiled = boxed_original(call.graph, torch.is_grad_enabled())
+    call.pipeline.runners.append(runner)
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    lowering = Lowering(
+        session=session,
+        report=report,
+        kind=carried.kind,
+        static=frozenset(n for i, n in enumerate(placeholders) if i in carried.fixed),
+        claimed={info.name: frozenset() for info in session.backends},
+        counter=FusionCounter(
+            settings.fuse_limit, frozenset(settings.fuse_skip), carried.fusions_offered
+        ),
+        hoisting=settings.hoist and carried.kind == "inference",
+        real=_real_inputs(placeholders, carried, inputs),
+        strict=True,
+        carried={name: _graph_from(one) for name, one in carried.decomposed.items()},
+    )
+    cuts = cut_regions(graph, carried.placements, kept, carried.regions, settings.merge_regions)
+    report.regions.clear()
+    with report.timed("load"):
+        sites = [
+            Site(cut, lowering.lower(cut, f"{report.name}.region{i}", len(cuts) == 1))
+            for i, cut in enumerate(cuts)
+        ]
+    program = Program(runner.board, sites)
+    tell_what_preparing_gains(program.sets, report.candidates, settings.margin)
+    again = settings.verify_every is not None
+    inputs_are: Any = "watched" if again else "unseen"
+    runner.install(program, Proofs(False, strides=False, inputs=inputs_are, again=again))
+
+
+def _as_ours(report: GraphReport, call: GraphCall) -> GraphReport:
+    """The report of the other process, under this one's names."""
+    name = next_name(report.kind)
+
+    def renamed(text: str) -> str:
+        return text.replace(f"{report.name}.", f"{name}.", 1)
+
+    nodes = [dataclasses.replace(node, region=renamed(node.region)) for node in report.nodes]
+    return dataclasses.replace(
+        report, name=name, frame=call.pipeline.frame, call=call.pipeline.number, nodes=nodes
+    )
+
+
+def _real_inputs(
+    placeholders: Sequence[Node], carried: _CarriedGraph, inputs: Sequence[Any]
+) -> dict[Node, torch.Tensor]:
+    if carried.kind == "backward" or len(placeholders) != len(inputs):
+        return {}
+    return {placeholders[i]: inputs[i] for i in carried.fixed if i < len(inputs)}

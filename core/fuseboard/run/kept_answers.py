@@ -1,0 +1,68 @@
+"""What the workshop answered, for later processes: which of the two won, and the program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard.board import Session
+from fuseboard.lower.artifacts import Key, Store, store_at
+from fuseboard.profile.book import Book
+from fuseboard.report.data import CandidateReport, GraphReport
+from fuseboard.run.kept_call import KeptCall
+from fuseboard.step import COMPILED, EAGER
+from fuseboard.workshop.request import Answer
+
+
+class KeptAnswers:
+    """The answer about one graph: the winner in the cost database, the program in the cache."""
+
+    def __init__(self, book: Book, store: Store) -> None:
+        self._book = book
+        self._store = store
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        graph: GraphModule,
+        report: GraphReport,
+        call: KeptCall,
+        inputs: Sequence[torch.Tensor],
+        static: Collection[int],
+    ) -> KeptAnswers:
+        """The place of a graph's answer, by all that the choice depends on.
+
+        :param graph: Dynamo's.
+        :param inputs: of ``call``.
+        :param static: positions of those that are parameters or buffers.
+        """
+        book = Book.of_dynamos(session, graph, report, inputs, static, call.described())
+        settings = session.settings
+        return cls(book, store_at(settings.cache_dir, settings.cache_size_mb))
+
+    def find(self) -> Answer | None:
+        """What an earlier process was answered; None where none was, or the program is gone."""
+        decision = self._book.find()
+        if decision is None or self._book.parts is None:
+            return None
+        if decision.winner == EAGER:
+            return Answer(dynamo_wins=True)
+        found = self._store.find(Key(self._book.parts), lambda artifact: True)
+        return None if found is None else Answer(program=found.data)
+
+    def keep(self, answer: Answer) -> str:
+        """Keep an answer. Returns why it can't be kept, or ""."""
+        if self._book.parts is None or answer.problem:
+            return ""
+        if answer.program is not None:
+            key = Key(self._book.parts)
+            if problem := self._store.put(key, answer.program, {"guards": []}):
+                return problem
+        elif not answer.dynamo_wins:
+            return ""
+        winner = EAGER if answer.dynamo_wins else COMPILED
+        self._book.record(winner, [CandidateReport(winner, "chosen")], settled=True)
+        return ""

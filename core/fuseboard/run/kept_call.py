@@ -1,0 +1,133 @@
+"""A call as it was made, for work beside later calls: its inputs, and what results depend on."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from fuseboard import torch_internals
+from fuseboard.lower.spare_memory import free_bytes
+from fuseboard.profile.kept_inputs import strided_copy
+from fuseboard.torch_state import ANSWER_PARTS, StateGuard, read_state
+
+#: So many bytes are copied without a look at how many are free; and of those, what may be taken.
+_FEW_BYTES, _SHARE = 64 * 2**20, 0.25
+
+_CPU = torch.device("cpu")
+
+
+class CannotKeep(Exception):
+    """No work can be done on this call later; the text says why."""
+
+
+class KeptCall:
+    """Weights by weak reference, all other inputs as copies.
+
+    :param inputs: tensors on the CPU.
+    :param weights: positions of those that are parameters or buffers.
+    :param as_strided: the graph may reach any part of an input's storage.
+    :raises CannotKeep: the copies would take too much memory.
+    """
+
+    def __init__(
+        self, inputs: Sequence[torch.Tensor], weights: Collection[int], as_strided: bool
+    ) -> None:
+        self.state = read_state(ANSWER_PARTS)
+        self.grads = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        users = Counter(map(torch_internals.storage_address, inputs))
+        copied = [value for i, value in enumerate(inputs) if i not in weights]
+        whole = {
+            address: value.untyped_storage()
+            for value in copied
+            if users[address := torch_internals.storage_address(value)] > 1 or as_strided
+        }
+        size = sum(storage.nbytes() for storage in whole.values())
+        size += sum(
+            value.nbytes for value in copied if torch_internals.storage_address(value) not in whole
+        )
+        free = free_bytes(_CPU)
+        if size > _FEW_BYTES and free is not None and size > _SHARE * free:
+            raise CannotKeep(
+                f"copies of its inputs take {size / 2**20:.0f} MiB of {free / 2**20:.0f} MiB free"
+            )
+        storages: dict[int, torch.UntypedStorage] = {}
+        self._values: list[Callable[[], Any]] = [
+            weakref.ref(value)
+            if i in weights
+            else partial(_as_it_is, self._copy(value, whole, storages))
+            for i, value in enumerate(inputs)
+        ]
+
+    def _copy(
+        self,
+        value: torch.Tensor,
+        whole: dict[int, torch.UntypedStorage],
+        storages: dict[int, torch.UntypedStorage],
+    ) -> Any:
+        address = torch_internals.storage_address(value)
+        with torch.inference_mode(value.is_inference()), torch.no_grad():
+            if address not in whole:
+                copy = strided_copy(value)
+            else:
+                if address not in storages:
+                    storages[address] = whole[address].clone()
+                copy = torch.empty(0, dtype=value.dtype)
+                copy.set_(storages[address], value.storage_offset(), value.shape, value.stride())
+                copy = torch._neg_view(copy) if value.is_neg() else copy
+                copy = copy.conj() if value.is_conj() else copy
+        if value.is_inference():
+            return copy
+        copy.requires_grad_(value.requires_grad)
+        return copy
+
+    def inputs(self) -> list[torch.Tensor] | None:
+        """None where a weight is gone."""
+        values = [value() for value in self._values]
+        return None if any(value is None for value in values) else values
+
+    def named_state(self) -> dict[str, Any]:
+        """What results depend on, by name."""
+        return {part.name: value for part, value in zip(ANSWER_PARTS, self.state, strict=True)}
+
+    def described(self) -> str:
+        """The modes of the call that keys don't hold otherwise."""
+        pairs = zip(ANSWER_PARTS, self.state, strict=True)
+        modes = [f"{part.name}: {value}" for part, value in pairs if part.is_of_thread]
+        return "; ".join([f"grad mode {self.grads}", f"inference {self.inference}", *modes])
+
+    def forget(self) -> None:
+        self._values = [_gone]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The modes of the call, for the block, in another thread.
+
+        :raises CannotKeep: a switch of the process has another value now.
+        """
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grads),
+            StateGuard(ANSWER_PARTS),
+        ):
+            for part, value in zip(ANSWER_PARTS, self.state, strict=True):
+                if part.read() == value:
+                    continue
+                if not part.is_of_thread:
+                    raise CannotKeep(f"{part.name} was changed since it was compiled")
+                part.write(value)
+            yield
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _gone() -> None:
+    return None

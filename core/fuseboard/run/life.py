@@ -1,0 +1,422 @@
+"""A graph from its first call to its decision, beside the user's calls.
+
+Dynamo's own graph answers the first call, and those that follow while the workshop tries
+candidates and while what was chosen is loaded. Then what was chosen and Dynamo's graph answer calls
+in turn, until it is known which of them does it faster here. The states are those of
+:mod:`fuseboard.run.states`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard import torch_capture, torch_internals
+from fuseboard.beside import beside
+from fuseboard.board import Session
+from fuseboard.capture.call import Compiled, compile_graph
+from fuseboard.capture.carried import NotCarried, unpack
+from fuseboard.captured import CannotCompare
+from fuseboard.contracts import Event
+from fuseboard.errors import CONTAINED, LoweringError
+from fuseboard.lower.caching import Deferred
+from fuseboard.lower.failure import describe
+from fuseboard.original import forward_of
+from fuseboard.pipeline import call_numbers, next_name
+from fuseboard.profile import background
+from fuseboard.report.data import GraphReport, ledger
+from fuseboard.report.structured_trace import emit
+from fuseboard.run.admission import why_not_kept
+from fuseboard.run.kept_answers import KeptAnswers
+from fuseboard.run.kept_call import CannotKeep, KeptCall
+from fuseboard.run.route import Route
+from fuseboard.run.slices import slices
+from fuseboard.run.states import GraphState, StateMachine
+from fuseboard.run.trial import Trial
+from fuseboard.step import COMPILED, EAGER, tell_dynamos_runs
+from fuseboard.torch_state import StateGuard
+from fuseboard.torch_views import eager_view_strides
+from fuseboard.workshop.desk import desk
+from fuseboard.workshop.request import Answer, Request
+from fuseboard.workshop.tensors import write_inputs
+
+log = logging.getLogger("fuseboard")
+
+Run = Callable[..., Any]
+
+#: Calls on kept inputs by which :func:`fuseboard.wait` ends a trial, at most.
+_TRIAL_CALLS = 80
+
+
+class Life:
+    """One graph of Dynamo's.
+
+    :param graph: it isn't changed.
+    :param inputs: real ones, of which :func:`why_in_calls` says nothing; they are not kept.
+    :raises CannotKeep: later calls can't be made on them.
+    :ivar run: what Dynamo calls.
+    """
+
+    def __init__(self, session: Session, graph: GraphModule, inputs: Sequence[Any]) -> None:
+        self.limit_s = session.settings.hook_limit_s
+        self._session = session
+        self._graph = graph
+        self._own = forward_of(graph)
+        self._static = torch_capture.static_positions(graph)
+        weights = {i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
+        as_strided = "as_strided" in graph.code
+        self._kept = KeptCall(inputs, self._static | weights, as_strided)
+        self._frame = torch_internals.frame_title()
+        self._context = copy_context()
+        self._machine = StateMachine()
+        self._compiling = threading.RLock()
+        self._trial: Trial | None = None
+        self._compiled: Compiled | None = None
+        self._answers: KeptAnswers | None = None
+        self._answer: Answer | None = None
+        #: Why only a call can go on with it; "" where work beside calls can.
+        self._why_here = ""
+        #: Whether an earlier process's answer will do, and whether this one is.
+        self._may_look, self._is_recalled = True, False
+        training = self._kept.grads and any(value.requires_grad for value in inputs)
+        self._report = GraphReport(
+            f"graph{next(background.numbers)}",
+            "forward" if training else "inference",
+            self._frame,
+            next(call_numbers),
+            backends=tuple(info.name for info in session.backends),
+            settled=False,
+        )
+        self._training = training
+        self._report.notes.extend([*session.notes, GraphState.WATCHING.value])
+        self._began = time.perf_counter()
+        self._route = Route(self._watch)
+        self.run = self._route.run
+
+    def begin(self) -> Run:
+        """What answers the calls from now on."""
+        ledger.add(self._report)
+        background.add(self)
+        desk().submit(self)
+        return self.run
+
+    def _watch(self, *args: Any) -> Any:
+        began = slices.enter()
+        try:
+            return self._own(*args)
+        finally:
+            slices.leave(began)
+
+    # --- for who waits --------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._report.name
+
+    @property
+    def state(self) -> GraphState:
+        return self._machine.state
+
+    @property
+    def settled(self) -> bool:
+        return self._machine.is_over
+
+    @property
+    def waiting(self) -> int:
+        """Whether something is done for it beside calls."""
+        return int(self.state in (GraphState.WATCHING, GraphState.LOADING) and not self._why_here)
+
+    def settle(self) -> bool:
+        """Let the trial end now, on the inputs that were kept; False where they weren't."""
+        inputs = self._kept.inputs()
+        if self.settled or inputs is None:
+            return self.settled
+        try:
+            with self._kept.entered(), StateGuard():
+                if self._why_here:
+                    self._compile_on(inputs)
+                if self._compiled is None:
+                    return self.settled
+                make_call = self._compiled.capture().calls_of(inputs, self._route.run)
+                for _ in range(_TRIAL_CALLS):
+                    make_call()
+                    if self.settled:
+                        break
+        except (CannotCompare, CannotKeep):
+            return False
+        except CONTAINED as error:  # the call that comes meets it as well
+            log.info("fuseboard: a trial on kept inputs failed: %s", describe(error))
+            return False
+        return self.settled
+
+    def forked(self) -> None:
+        """In a forked child: neither the threads nor the workshop are there. Its calls begin anew.
+
+        Only when it makes one: most forked children never do.
+        """
+        self._machine.forked()
+        if not self.waiting:
+            return
+
+        def again(*args: Any) -> Any:
+            self._route.put(self._watch)
+            background.add(self)
+            if self.state is GraphState.LOADING:
+                desk().load(self)
+            else:
+                desk().submit(self)
+            return self._watch(*args)
+
+        self._route.put(again)
+
+    # --- in the thread that asks ----------------------------------------------------------------
+
+    def request(self, directory: Path) -> Request | None:
+        """What to ask the workshop; None where an earlier process has asked it."""
+        return self._context.copy().run(self._request, directory)
+
+    def _request(self, directory: Path) -> Request | None:
+        with beside():
+            inputs = self._kept.inputs()
+            if inputs is None:
+                self.fail("a weight is gone")
+                return None
+            self._answers = KeptAnswers.of(
+                self._session, self._graph, self._report, self._kept, inputs, self._static
+            )
+            if self._may_look and (known := self._answers.find()) is not None:
+                self._answer, self._is_recalled = known, True
+                return None
+            try:
+                sent = write_inputs(inputs, directory)
+                data = torch_capture.graph_to_bytes(self._graph)
+            except (OSError, LoweringError) as error:
+                self._answer = Answer(
+                    problem=f"it can't be tried in another process: {describe(error)}"
+                )
+                return None
+            return Request(
+                graph=data,
+                inputs=sent,
+                static=self._static,
+                settings=self._session.settings.model_copy(update={"settle": "first_call"}),
+                modules=self._session.run_time_modules(),
+                frame=self._frame,
+                state=self._kept.named_state(),
+                modes=(self._kept.grads, self._kept.inference),
+            )
+
+    def _note(self, text: str) -> None:
+        self._report.notes.append(text)
+
+    def answered(self, answer: Answer) -> bool:
+        """Take what the workshop found. True where something is to be loaded."""
+        if self._answer is None:
+            self._answer = answer
+            if self._answers is not None and (problem := self._answers.keep(answer)):
+                self._note(f"not kept for later processes: {problem}")
+        answer = self._answer
+        if answer.dynamo_wins:
+            self._dynamo_runs(answer.reports)
+        elif answer.only_here:
+            self._compile_in_a_call(answer.problem)
+        elif answer.program is None:
+            self.fail(answer.problem or "it wasn't tried")
+        elif not self.settled:
+            self._machine.change(GraphState.LOADING)
+            self._tell_state()
+            return True
+        return False
+
+    def _dynamo_runs(self, reports: Sequence[GraphReport]) -> None:
+        """Dynamo's graph won in the workshop, or in an earlier process."""
+        why = "Dynamo's own graph runs: nothing that was compiled of it is faster"
+        self._machine.change(GraphState.SETTLED, lambda: self._route.put(self._own))
+        self._kept.forget()
+        self._tell_state()
+        for report in reports:
+            report.name = next_name(report.kind)
+            report.call, report.frame, report.settled = self._report.call, self._frame, True
+            report.instead = report.instead or why
+        if reports:
+            ledger.replace(self._report, *reports)
+        else:
+            self._report.settled, self._report.instead = True, f"{why}, as the cost database has it"
+        for report in reports or (self._report,):
+            emit(report)
+        self._tell_settled(EAGER)
+
+    def _compile_in_a_call(self, why: str) -> None:
+        """Let the next call compile it, since only this process can; calls wait for that."""
+
+        def compile_first(*args: Any) -> Any:
+            with self._compiling:
+                self._compile_on(args)
+            return self._route.run(*args)
+
+        first: Run = torch.compiler.disable(compile_first)
+        self._why_here = why
+        if self.state is GraphState.LOADING:
+            self._route.put(first)
+        else:
+            self._machine.change(GraphState.LOADING, lambda: self._route.put(first))
+        self._tell_state()
+
+    def _compile_on(self, inputs: Sequence[Any]) -> None:
+        if self.settled:
+            return  # another thread's call has done it
+        why = self._why_here
+        if why_not := next(filter(None, map(why_not_kept, inputs)), ""):
+            self.fail(f"{why}; {why_not}")
+            return
+        self._session.notes.append(f"tried within calls, not beside them: {why}")
+        try:
+            with StateGuard(), eager_view_strides(), torch_capture.tracing_apart(inputs) as tracing:
+                compiled = compile_graph(
+                    self._session, self._graph, tracing.inputs, inputs, self._frame
+                )
+        except CONTAINED as error:
+            self.fail(describe(error))
+            return
+        if tracing.guards():
+            self.fail("AOTAutograd relies on which of its inputs are the same")
+            return
+        ledger.replace(self._report)
+        self._compiled = compiled
+        self._machine.change(GraphState.SETTLED, lambda: self._route.put(compiled.run))
+        self._kept.forget()
+
+    def fail(self, problem: str) -> None:
+        """Nothing comes of it: Dynamo's own graph answers all calls."""
+        if not self._machine.change(GraphState.REFUSED, lambda: self._route.put(self._own)):
+            return
+        self._kept.forget()
+        self._tell_state()
+        self._report.settled = True
+        self._report.instead = f"Dynamo's own graph runs: {problem}"
+        log.info("fuseboard: %s: %s", self._frame, self._report.instead)
+        emit(self._report)
+
+    def _tell_state(self) -> None:
+        known = {state.value for state in GraphState}
+        self._report.notes[:] = [note for note in self._report.notes if note not in known]
+        self._report.notes.append(self.state.value)
+
+    # --- in the thread that loads ---------------------------------------------------------------
+
+    def load(self) -> None:
+        """Make what was chosen anew in this process."""
+        self._context.copy().run(self._load)
+
+    def _load(self) -> None:
+        with beside():
+            inputs, answer = self._kept.inputs(), self._answer
+            if inputs is None or answer is None or answer.program is None:
+                self.fail("a weight is gone")
+                return
+            try:
+                with self._kept.entered(), StateGuard(), eager_view_strides():
+                    compiled = unpack(
+                        answer.program,
+                        self._session,
+                        self._graph,
+                        inputs,
+                        self._frame,
+                        self._report.call,
+                    )
+                    problem = self._warm_up(compiled, inputs)
+            except CannotKeep as error:
+                self.fail(str(error))
+                return
+            except (NotCarried, LoweringError, Deferred) as error:
+                self._try_again(str(error))
+                return
+            except CONTAINED as error:  # a plugin's, or a bug of the board's
+                log.warning("fuseboard: %s can't be loaded: %s", self._frame, describe(error))
+                self.fail(f"what was chosen can't be loaded: {describe(error)}")
+                return
+            ledger.replace(self._report)
+            for runner in compiled.runners:
+                ledger.add(runner.report)
+            if problem:
+                compiled.call.pipeline.contain_other_graph(problem)
+                self.fail(problem)
+                return
+            self._install(compiled)
+
+    def _try_again(self, why: str) -> None:
+        """What an earlier process kept doesn't load any more: ask the workshop, once."""
+        if not self._is_recalled:
+            self._compile_in_a_call(f"what was chosen can't be loaded: {why}")
+            return
+        self._may_look, self._is_recalled, self._answer = False, False, None
+        self._machine.change(GraphState.WATCHING)
+        self._note(f"tried anew: {why}")
+        desk().submit(self)
+
+    def _warm_up(self, compiled: Compiled, inputs: Sequence[Any]) -> str:
+        """Call it beside the user's calls, and hold it against Dynamo's graph; what differs.
+
+        Where calls can't be made without a trace, the user's first one is the first.
+        """
+        if compiled.is_dynamos or not compiled.is_decided():
+            return ""
+        try:
+            return compiled.capture().difference_as_it_runs(inputs)
+        except CannotCompare as why:
+            note = f"not called before a call of the user's: {why}"
+            compiled.runners[0].report.notes.append(note)
+            return ""
+
+    def _install(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        if compiled.is_dynamos:
+            self._machine.change(GraphState.SETTLED, lambda: self._route.put(self._own))
+            self._tell_settled(EAGER)
+        elif self._training:
+            # A call of the user's tells nothing of its backward; the workshop timed both together.
+            self._machine.change(GraphState.SETTLED, lambda: self._route.put(compiled.run))
+            self._tell_settled(COMPILED)
+        else:
+            margin = self._session.settings.margin
+            trial = self._trial = Trial((self._own, compiled.run), margin, self._decide)
+            self._machine.change(GraphState.TRIALLING, lambda: self._route.put(trial.call))
+
+    # --- in a call ------------------------------------------------------------------------------
+
+    def _decide(self, winner: int) -> None:
+        """The trial is over."""
+        compiled, trial = self._compiled, self._trial
+        assert compiled is not None
+        assert trial is not None
+        program = (self._own, compiled.run)[winner]
+        if not self._machine.change(GraphState.SETTLED, lambda: self._route.put(program)):
+            return
+        self._kept.forget()
+        eager_us, compiled_us = trial.latencies_us
+        report = compiled.runners[0].report
+        report.notes.append(
+            f"in {trial.calls} calls of the user's: {compiled_us:.4g} us as compiled, "
+            f"{eager_us:.4g} us as Dynamo's own graph"
+        )
+        if winner == 0:
+            tell_dynamos_runs(
+                "inference", {COMPILED: compiled_us, EAGER: eager_us}, compiled.runners
+            )
+            if self._answers is not None:
+                self._answers.keep(Answer(dynamo_wins=True))
+        emit(report)
+        self._tell_settled((EAGER, COMPILED)[winner])
+
+    def _tell_settled(self, winner: str) -> None:
+        seconds = time.perf_counter() - self._began
+        details = {"winner": winner, "whole": True}
+        self._session.notify(Event("choose", self._report.name, seconds, details))

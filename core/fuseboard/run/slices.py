@@ -1,0 +1,116 @@
+"""Python work beside calls, in slices that calls don't notice.
+
+A thread that holds Python's global lock keeps each op of a call waiting for up to
+``sys.getswitchinterval()``, 5 ms, and a call has hundreds of ops. So the board's own threads look,
+at each call of a function in them, whether they should let go:
+
+* While a call is under way they pause. One that takes very long lets them have a little meanwhile,
+  since they may hold a lock that it waits for.
+* A loop that makes one call after the other would leave them nothing. So a call that ends waits
+  for them, as long as a share of what calls took since it last did.
+* Between calls they work in bursts, with rests in which another thread gets the lock at once.
+
+What the profile function costs them, a third of their time or more, is what this takes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+#: How long a burst lasts, and the rest after it.
+BURST_S, REST_S = 0.0003, 0.0002
+#: While a call is under way: how long the pause lasts until there is a little work all the same.
+PAUSE_S, LITTLE_S = 0.1, 0.002
+#: The share of calls' time that is given to the work after them; the least that is given, and the
+#: most for short calls.
+SHARE, LEAST_S, MOST_S = 0.3, 0.001, 0.015
+
+_clock = time.perf_counter
+
+
+class Slices:
+    """When the board's own threads may run Python code.
+
+    Counters are changed without a lock where Python's own makes that safe enough: one that is off
+    by one costs a pause, never an answer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._workers = 0
+        self._owed_s = 0.0
+        #: No call is under way, or the work has a slice of its own.
+        self._open = threading.Event()
+        self._open.set()
+        self._until = 0.0
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def enter(self) -> float:
+        """A call begins. Returns when, for :meth:`leave`."""
+        with self._lock:
+            self._calls += 1
+            if self._workers:
+                self._until = 0.0
+                self._open.clear()
+        return _clock()
+
+    def leave(self, began: float) -> None:
+        """A call ends; it waits for a slice of the work that is owed."""
+        took = _clock() - began
+        with self._lock:
+            self._calls -= 1
+            if not self._calls:
+                self._open.set()
+            if not self._workers:
+                return
+            self._owed_s += SHARE * took
+            slice_s = min(self._owed_s, max(SHARE * took, MOST_S))
+            if slice_s < LEAST_S:
+                return
+            self._owed_s = 0.0
+            self._until = _clock() + slice_s
+            self._open.set()
+        time.sleep(slice_s)
+
+    # --- the work -------------------------------------------------------------------------------
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Do the block's Python work beside calls; in a thread of the board's."""
+        with self._lock:
+            self._workers += 1
+            if self._calls:  # one is under way that began when there was no work
+                self._open.clear()
+        before = sys.getprofile()
+        sys.setprofile(self._look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            with self._lock:
+                self._workers -= 1
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        if _clock() > self._until:
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._calls:
+            self._open.wait(PAUSE_S)
+            burst = LITTLE_S if self._calls else BURST_S
+        else:
+            time.sleep(REST_S)
+            burst = BURST_S
+        # A call that begins in between sets it to 0 once more; at worst it meets one burst.
+        self._until = max(self._until, _clock() + burst)
+
+
+slices = Slices()

@@ -1,0 +1,93 @@
+"""Compile a graph in the workshop, and call it until its candidates are decided between."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuseboard.board import board, register
+from fuseboard.capture.call import Compiled, compile_graph
+from fuseboard.capture.carried import NotCarried, pack
+from fuseboard.captured import CannotCompare
+from fuseboard.lower.failure import describe
+from fuseboard.report.data import GraphReport, ledger
+from fuseboard.torch_bundles import bundling
+from fuseboard.torch_capture import graph_from_bytes, tracing_apart
+from fuseboard.torch_state import ANSWER_PARTS
+from fuseboard.torch_views import eager_view_strides
+from fuseboard.workshop.request import Answer, Request
+from fuseboard.workshop.tensors import read_inputs
+
+#: Calls after which a graph is left as it is: forward and backward are decided one after the other,
+#: and then whether both together beat Dynamo's graph.
+_CALLS = 8
+
+
+def answer(request: Request, directory: Path) -> Answer:
+    """Try the candidates for a graph on a call's real inputs."""
+    with _surroundings(request):
+        for module, name in request.modules:
+            _register(module, name)
+        session = board.session(request.settings)
+        try:
+            graph = graph_from_bytes(request.graph, request.static)
+        except Exception as error:  # whatever the objects in a graph raise
+            why = f"another process can't read the graph: {describe(error)}"
+            return Answer(problem=why, only_here=True)
+        (directory / "started").touch()
+        inputs = read_inputs(request.inputs, directory)
+        with ledger.collect() as reports:
+            with eager_view_strides(), tracing_apart(inputs) as tracing, bundling() as bundled:
+                compiled = compile_graph(
+                    session, graph, tracing.inputs, inputs, request.frame, bundled
+                )
+            if tracing.guards():
+                return Answer(
+                    problem="AOTAutograd relies on which of its inputs are the same, on which "
+                    "Dynamo doesn't guard then"
+                )
+            return _rehearse(compiled, inputs, reports)
+
+
+_registered: set[str] = set()
+
+
+def _register(module: str, name: str) -> None:
+    if name not in _registered:
+        register(importlib.import_module(module), name)
+        _registered.add(name)
+
+
+@contextmanager
+def _surroundings(request: Request) -> Iterator[None]:
+    """What the results of the call depend on; in this process nothing else does."""
+    for part in ANSWER_PARTS:
+        if part.name in request.state and part.read() != request.state[part.name]:
+            part.write(request.state[part.name])
+    grads, inference = request.modes
+    with torch.inference_mode(inference), torch.set_grad_enabled(grads):
+        yield
+
+
+def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[GraphReport]) -> Answer:
+    if compiled.is_dynamos:
+        return Answer(dynamo_wins=True, reports=tuple(reports))
+    try:
+        make_call = compiled.capture().calls_of(inputs)
+    except CannotCompare as why:
+        return Answer(problem=f"its calls can't be made again: {why}", only_here=True)
+    for _ in range(_CALLS):
+        make_call()
+        if compiled.is_decided():
+            break
+    if compiled.dynamo_wins():
+        return Answer(dynamo_wins=True, reports=tuple(reports))
+    try:
+        return Answer(reports=tuple(reports), program=pack(compiled))
+    except NotCarried as why:
+        return Answer(problem=f"what was chosen can't be sent: {why}", only_here=True)

@@ -1,0 +1,51 @@
+"""What the workshop is asked, and what it answers. Both are pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuseboard.config.model import Settings
+from fuseboard.report.data import GraphReport
+from fuseboard.workshop.tensors import SentInputs
+
+
+@dataclass(frozen=True)
+class Request:
+    """A graph of Dynamo's, and a call of it.
+
+    :ivar graph: as :func:`fuseboard.torch_capture.graph_to_bytes` made it.
+    :ivar static: positions of the inputs that are parameters or buffers.
+    :ivar modules: (module, name) of plugins that were registered at run time.
+    :ivar frame: names the user's function in reports.
+    :ivar state: name → value: what results depend on, as the call found it.
+    :ivar modes: the grad mode and the inference mode of the call.
+    """
+
+    graph: bytes
+    inputs: SentInputs
+    static: frozenset[int]
+    settings: Settings
+    modules: tuple[tuple[str, str], ...]
+    frame: str
+    state: dict[str, Any]
+    modes: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of it.
+
+    :ivar dynamo_wins: Dynamo's own graph is the fastest that is right.
+    :ivar reports: of the graphs that AOTAutograd made of it.
+    :ivar problem: why there is nothing to load; "" where there is.
+    :ivar program: what was chosen, as :func:`fuseboard.capture.carried.pack` made it.
+    :ivar only_here: the problem is that of another process alone, such as one that doesn't find an
+        op which the program defines.
+    """
+
+    dynamo_wins: bool = False
+    reports: tuple[GraphReport, ...] = field(default=())
+    problem: str = ""
+    program: bytes | None = None
+    only_here: bool = False

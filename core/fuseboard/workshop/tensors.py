@@ -1,0 +1,119 @@
+"""A call's inputs for another process: files in shared memory, which that process maps.
+
+Inputs that share memory here share it there. What the other process writes to them stays its own:
+it maps the files privately, so that a page is copied when it is first written to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """How one input lies in its storage, and what autograd knows of it."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+    is_parameter: bool
+    is_inference: bool
+    is_conj: bool
+    is_neg: bool
+
+
+@dataclass(frozen=True)
+class SentInputs:
+    """The inputs of a call. Storage ``i`` is in the file ``i`` of a directory.
+
+    :ivar sizes: of the storages, in bytes.
+    """
+
+    tensors: tuple[SentTensor, ...]
+    sizes: tuple[int, ...]
+
+
+def write_inputs(inputs: Sequence[torch.Tensor], directory: Path) -> SentInputs:
+    """Write the storages of some tensors on the CPU to files.
+
+    :raises OSError: there is no room for them.
+    """
+    numbers: dict[int, int] = {}
+    sizes: list[int] = []
+    tensors: list[SentTensor] = []
+    for value in inputs:
+        storage = value.untyped_storage()
+        # Empty storages have no address; each is one of its own.
+        number = numbers.setdefault(storage.data_ptr() or -1 - len(sizes), len(sizes))
+        if number == len(sizes):
+            sizes.append(storage.nbytes())
+            _write(storage, directory / str(number))
+        tensors.append(_described(value, number))
+    return SentInputs(tuple(tensors), tuple(sizes))
+
+
+def _write(storage: torch.UntypedStorage, path: Path) -> None:
+    size = storage.nbytes()
+    if size == 0:
+        return
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            # A file that finds no room when it is written to ends the process by SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+    _bytes_of(torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)).copy_(
+        _bytes_of(storage)
+    )
+
+
+def _bytes_of(storage: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _described(value: torch.Tensor, storage: int) -> SentTensor:
+    return SentTensor(
+        storage,
+        value.dtype,
+        tuple(value.shape),
+        value.stride(),
+        int(value.storage_offset()),
+        value.requires_grad,
+        isinstance(value, torch.nn.Parameter),
+        value.is_inference(),
+        value.is_conj(),
+        value.is_neg(),
+    )
+
+
+def read_inputs(sent: SentInputs, directory: Path) -> list[torch.Tensor]:
+    """The tensors that :func:`write_inputs` wrote, on memory that is this process's own."""
+    storages = [
+        torch.UntypedStorage.from_file(str(directory / str(i)), shared=False, nbytes=size)
+        if size
+        else torch.UntypedStorage(0)
+        for i, size in enumerate(sent.sizes)
+    ]
+    return [_made(one, storages[one.storage]) for one in sent.tensors]
+
+
+def _made(one: SentTensor, storage: Any) -> Any:
+    with torch.inference_mode(one.is_inference):
+        value = torch.empty(0, dtype=one.dtype)
+        value.set_(storage, one.offset, one.shape, one.strides)
+        value = value.conj() if one.is_conj else value
+        value = torch._neg_view(value) if one.is_neg else value
+        if one.is_inference:
+            return value
+        if one.is_parameter:
+            return torch.nn.Parameter(value, requires_grad=one.requires_grad)
+        return value.requires_grad_(one.requires_grad)

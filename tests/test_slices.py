@@ -1,0 +1,120 @@
+"""Work beside calls: it pauses for them, and gets a share after them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from fuseboard.run.slices import Slices
+
+
+class Worker:
+    """A thread that counts in Python code as fast as it is let."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.count = 0
+        self.started = threading.Event()
+        self.stop = False
+        self.thread = threading.Thread(target=self._work, args=(slices,), daemon=True)
+
+    def _work(self, slices: Slices) -> None:
+        with slices.work():
+            self.started.set()
+            while not self.stop:
+                self._step()
+
+    def _step(self) -> None:
+        self.count += 1
+
+    def __enter__(self) -> Worker:
+        self.thread.start()
+        assert self.started.wait(30)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+def progress(worker: Worker, seconds: float) -> int:
+    before = worker.count
+    time.sleep(seconds)
+    return worker.count - before
+
+
+def test_work_goes_on_between_calls():
+    """Without calls nothing holds it up for long."""
+    slices = Slices()
+    with Worker(slices) as worker:
+        assert progress(worker, 0.2) > 0
+
+
+def test_work_pauses_while_a_call_is_under_way():
+    """Also where the call began before the work did."""
+    slices = Slices()
+    began = slices.enter()
+    with Worker(slices) as worker:
+        time.sleep(0.02)  # what the start of the thread takes
+        before = worker.count
+        time.sleep(0.03)
+        during = worker.count - before
+        slices.leave(began)
+        assert progress(worker, 0.3) > 10 * during
+
+
+def test_work_isnt_held_up_for_ever_by_a_long_call():
+    """It may hold a lock that the call waits for."""
+    slices = Slices()
+    with Worker(slices) as worker:
+        began = slices.enter()
+        assert progress(worker, 1.0) > 0
+        slices.leave(began)
+
+
+def test_calls_without_a_pause_between_them_leave_it_a_share():
+    """A loop that does nothing else doesn't starve it."""
+    slices = Slices()
+    with Worker(slices) as worker:
+        before, end = worker.count, time.monotonic() + 1.0
+        while time.monotonic() < end:
+            began = slices.enter()
+            time.sleep(0.005)
+            slices.leave(began)
+        assert worker.count > before
+
+
+def test_calls_of_several_threads_are_counted():
+    """One that ends doesn't let the work go on while another one is under way."""
+    slices = Slices()
+    one, other = slices.enter(), slices.enter()
+    slices.leave(one)
+    with Worker(slices) as worker:
+        time.sleep(0.02)
+        before = worker.count
+        time.sleep(0.03)
+        during = worker.count - before
+        slices.leave(other)
+        assert progress(worker, 0.3) > 10 * during
+
+
+def test_the_profile_function_of_the_thread_is_put_back():
+    """Somebody may profile the board's own threads."""
+
+    def profile(*arguments):
+        """Nothing."""
+
+    found = []
+
+    def work():
+        sys.setprofile(profile)
+        with Slices().work():
+            pass
+        found.append(sys.getprofile())
+        sys.setprofile(None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [profile]

@@ -1,0 +1,485 @@
+"""Graphs compiled beside their calls, by a workshop that is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fuseboard
+from fuseboard.profile import background
+from fuseboard.report.data import ledger
+from fuseboard.run.states import GraphState
+from fuseboard.workshop import desk as desks
+from fuseboard.workshop import process
+from tests.support.eager_loses import MEASURE
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["mkldnn", "eager"]
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it(monkeypatch, tmp_path):
+    """The defaults; a cache of the test's own."""
+    monkeypatch.delenv("FUSEBOARD_POLICY")
+    monkeypatch.delenv("FUSEBOARD_SETTLE")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    background._unsettled.clear()
+    ledger.clear()
+
+
+@pytest.fixture
+def own_desk(monkeypatch):
+    """A desk that no other test has started; its workshop ends with the test."""
+    desk = desks.Desk()
+    monkeypatch.setattr(desks, "_desk", desk)
+    yield desk
+    desk.end()
+
+
+def compiled(target, **options):
+    options = {"backends": QUICK, "measure_s": 0.01, **options}
+    return torch.compile(target, backend="fuseboard", options=options)
+
+
+def lives():
+    return [graph for graph in background._unsettled if hasattr(graph, "state")]
+
+
+def life():
+    (found,) = lives()
+    return found
+
+
+def mlp(size=64):
+    return torch.nn.Sequential(
+        torch.nn.Linear(size, size),
+        torch.nn.ReLU(),
+        torch.nn.Linear(size, size),
+        torch.nn.Softmax(-1),
+    )
+
+
+def loaded():
+    """The graphs that were made again in this process."""
+    return [graph for graph in fuseboard.last_report().graphs if "load" in graph.seconds]
+
+
+def test_the_first_call_is_eagers_and_later_ones_are_what_was_chosen():
+    """Both are right, and the report of what was chosen comes from the workshop."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model, margin=1.0)
+        assert torch.equal(run(x), model(x))
+        assert life().state in (GraphState.WATCHING, GraphState.LOADING)
+        assert not fuseboard.settled()
+        (report,) = fuseboard.last_report().graphs
+        assert not report.settled
+        assert report.notes[-1] == life().state.value
+        assert fuseboard.wait(120)
+        assert fuseboard.settled()
+        torch.testing.assert_close(run(x), model(x))
+    (report,) = fuseboard.last_report().graphs
+    assert {row.name for row in report.candidates} >= {"eager"}
+    assert all(row.state in ("chosen", "slower", "failed") for row in report.candidates)
+    assert report.settled
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """What was compiled wins the trial in calls."""
+    monkeypatch.setattr("fuseboard.run.trial.Trial._winner", lambda trial: 1)
+
+
+def pinned(target, backend="mkldnn"):
+    """One backend, which wins each comparison with eager in the workshop."""
+    stages = {"measure": MEASURE}
+    return compiled(target, backends=[backend, "eager"], stages=stages, margin=0.0)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_what_was_chosen_is_made_again_without_a_trace(monkeypatch):
+    """torch's tracers change the whole process: none may run in a thread of the user's."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = pinned(model)
+        run(x)
+        traced = []
+        trace = torch.fx.Tracer.trace
+
+        def noted(*arguments, **keywords):
+            traced.append(threading.current_thread().name)
+            return trace(*arguments, **keywords)
+
+        monkeypatch.setattr(torch.fx.Tracer, "trace", noted)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    assert traced == []
+    (report,) = loaded()
+    assert [region.backend for region in report.regions] == ["mkldnn"]
+
+
+@pytest.mark.usefixtures("chosen")
+def test_another_compile_finds_what_the_workshop_answered(monkeypatch):
+    """As a later process does: nobody asks the workshop."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        pinned(model)(x)
+        assert fuseboard.wait(120)
+        torch._dynamo.reset()
+        monkeypatch.setattr(process.Workshop, "ask", lambda *a: pytest.fail("it was asked"))
+        run = pinned(model)
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    assert loaded()
+
+
+@pytest.mark.usefixtures("chosen")
+def test_a_program_that_is_kept_but_whose_code_is_gone_is_tried_anew(tmp_path):
+    """As after the cache made room."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        pinned(model, "inductor")(x)
+        assert fuseboard.wait(120)
+        assert [region.backend for region in loaded()[0].regions] == ["inductor"]
+        store = fuseboard.lower.artifacts.store_at(str(tmp_path / "cache"), 4096)
+        store.clear(lambda row: row.parts.get("backend") == "inductor")
+        torch._dynamo.reset()
+        run = pinned(model, "inductor")
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    assert [region.backend for region in loaded()[0].regions] == ["inductor"]
+
+
+class Net(torch.nn.Module):
+    """Running statistics, dropout, a branch that shares memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+        self.drop, self.linear = torch.nn.Dropout(0.5), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = torch.relu(self.norm(self.conv(x)))
+        return self.linear(self.drop(h.mean((2, 3)))), h.view(-1)
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("backend", ["inductor", "mkldnn"])
+def test_training_goes_on_as_eager_would(backend):
+    """Outputs, gradients, statistics and random numbers, before and after the swap."""
+    torch.manual_seed(1)
+    model = Net()
+    same = Net()
+    same.load_state_dict(model.state_dict())
+    run = pinned(model, backend)
+    steps = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, same)]
+    for number in range(6):
+        if number == 2:
+            assert fuseboard.wait(200)
+        x = torch.randn(4, 3, 9, 9)
+        for one, step in zip((run, same), steps, strict=True):
+            torch.manual_seed(number)
+            step.zero_grad()
+            out, flat = one(x)
+            (out.square().mean() + flat.mean()).backward()
+            step.step()
+        for mine, eagers in zip(
+            model.state_dict().values(), same.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(mine, eagers)
+    assert loaded()
+
+
+@pytest.mark.usefixtures("chosen")
+def test_writes_views_and_identities_are_eagers_after_the_swap():
+    """AOTAutograd's wrappers come along."""
+
+    def step(x, cache):
+        cache[1:3] += x[:2]
+        return x.view(-1), cache, cache.sum()
+
+    run = pinned(step)
+    for number in range(3):
+        x, cache = torch.randn(4, 4), torch.zeros(4, 4)
+        other = cache.clone()
+        got, want = run(x, cache), step(x, other)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(cache, other)
+        assert got[1] is cache
+        assert got[0].data_ptr() == x.data_ptr()
+        if number == 0:
+            assert fuseboard.wait(120)
+
+
+def test_random_numbers_of_the_user_are_left_alone():
+    """The threads draw none, and put no generator back."""
+    model, x = torch.nn.Sequential(mlp(), torch.nn.Dropout(0.5)), torch.randn(8, 64)
+
+    def drawn(run):
+        torch.manual_seed(3)
+        found = []
+        with torch.no_grad():
+            for _ in range(60):
+                found.append(torch.cat([run(x).flatten(), torch.randn(5)]))
+                time.sleep(0.01)
+        return torch.stack(found)
+
+    torch.testing.assert_close(drawn(compiled(model)), drawn(model))
+
+
+def test_a_graph_that_another_process_cant_read_is_compiled_in_a_call():
+    """An op that the program defines; the report says so."""
+    with torch.library._scoped_library("workshoptest", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        x = torch.randn(8, 64)
+        model = mlp()
+
+        def program(x):
+            return model(torch.ops.workshoptest.twice(x))
+
+        with torch.no_grad():
+            run = compiled(program)
+            for _ in range(3):
+                torch.testing.assert_close(run(x), program(x))
+                fuseboard.wait(120)
+        (report,) = fuseboard.last_report().graphs
+        assert report.candidates
+        assert any("another process can't read the graph" in note for note in report.notes)
+
+
+def test_a_freed_module_is_nobodys_business():
+    """Nothing holds it, and nobody waits for it."""
+    model = mlp()
+    run = compiled(model)
+    with torch.no_grad():
+        run(torch.randn(8, 64))
+    del model, run
+    torch._dynamo.reset()
+    import gc
+
+    gc.collect()
+    end = time.monotonic() + 60
+    while lives() and time.monotonic() < end:
+        time.sleep(0.1)
+        gc.collect()
+    assert lives() == []
+
+
+def test_calls_of_several_threads_while_it_settles():
+    """Each gets its own answer, whoever answers it."""
+    model, wrong = mlp(), []
+    run = compiled(model)
+    with torch.no_grad():
+        run(torch.randn(8, 64))
+
+    def calls(seed):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            while not stop.is_set():
+                x = torch.randn(8, 64, generator=generator)
+                if not torch.allclose(run(x), model(x), rtol=1e-4, atol=1e-5):
+                    wrong.append(seed)
+
+    stop = threading.Event()
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    fuseboard.wait(60)
+    time.sleep(1)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"pin": {"aten.relu": "eager"}}, "pin and exclude"),
+        ({"on_failure": "raise"}, "failures may be raised"),
+        ({"cache": False}, "cache = false"),
+    ],
+)
+def test_what_stays_within_calls_says_why(options, why):
+    """In the report of the graph."""
+    with torch.no_grad():
+        compiled(mlp(), **options)(torch.randn(8, 64))
+    (report,) = fuseboard.last_report().graphs
+    assert lives() == []
+    assert any(why in note for note in report.notes)
+
+
+# --- when the workshop fails ----------------------------------------------------------------------
+
+
+def test_a_workshop_that_cant_be_started(monkeypatch, own_desk):
+    """Calls go on; the graph is compiled within them."""
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model)
+        for _ in range(3):
+            torch.testing.assert_close(run(x), model(x))
+            fuseboard.wait(60)
+    (report,) = fuseboard.last_report().graphs
+    assert any("it can't be started" in note for note in report.notes)
+    assert report.candidates
+
+
+def test_without_shared_memory_files_serve(monkeypatch, own_desk, tmp_path):
+    """Where there is no /dev/shm."""
+    monkeypatch.setattr(process, "_SHARED_MEMORY", tmp_path / "nowhere")
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model)
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+
+
+PLUGIN = """
+import os, signal, time
+import fuseboard
+
+@fuseboard.hookimpl
+def fuseboard_backend():
+    return fuseboard.BackendInfo(name="{name}", compiles_quickly=True)
+
+@fuseboard.hookimpl
+def fuseboard_claim(graph, kind):
+    return fuseboard.claim_nodes(graph, lambda node: None)
+
+@fuseboard.hookimpl
+def fuseboard_lower(region, inputs):
+    {act}
+"""
+
+
+@pytest.fixture
+def harmful(tmp_path, monkeypatch):
+    """Registers a plugin, a module that the workshop finds, which does something in ``lower``."""
+    names = []
+
+    def make(name, act):
+        (tmp_path / f"{name}.py").write_text(PLUGIN.format(name=name, act=act))
+        monkeypatch.syspath_prepend(tmp_path)
+        fuseboard.register(__import__(name), name)
+        names.append(name)
+        return name
+
+    yield make
+    for name in names:
+        fuseboard.unregister(name)
+
+
+def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful):
+    """Dynamo's own graph answers, the report says what happened, and the next graph is served."""
+    name = harmful("dies_in_lower", "os.kill(os.getpid(), signal.SIGSEGV)")
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model, backends=[name, "eager"], min_region_us=0.0)
+        run(x)
+        assert fuseboard.wait(120)
+        assert torch.equal(run(x), model(x))
+        (report,) = fuseboard.last_report().graphs
+        assert "the workshop failed: it ended with SIGSEGV" in report.instead
+        other = compiled(model)
+        other(x)
+        assert fuseboard.wait(120)
+    (report,) = fuseboard.last_report().graphs
+    assert report.candidates
+
+
+def test_a_workshop_that_hangs_is_ended(own_desk, harmful):
+    """At the limit of the hook, by the workshop itself: the plugin trips there."""
+    name = harmful("hangs_in_lower", "time.sleep(1000)")
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model, backends=[name, "eager"], min_region_us=0.0, hook_limit_s=1.0)
+        run(x)
+        assert fuseboard.wait(120)
+        assert torch.equal(run(x), model(x))
+    trips = [trip for graph in fuseboard.last_report().graphs for trip in graph.trips]
+    assert [trip.plugin for trip in trips] == [name]
+
+
+PROGRAM = """
+import os, sys, time
+import torch
+import fuseboard
+from fuseboard.workshop.desk import desk
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+run = torch.compile(model, backend="fuseboard")
+with torch.no_grad():
+    run(torch.randn(8, 64))
+while desk()._workshop._child is None:
+    time.sleep(0.01)
+print(desk()._workshop._child.pid, flush=True)
+time.sleep({seconds})
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_the_workshop_ends_with_the_program(tmp_path, end):
+    """However that ends, and whatever the workshop is doing; files in shared memory go, too."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM.format(end=end, seconds=0.5)))
+    env = {**os.environ, "FUSEBOARD_CACHE_DIR": str(tmp_path / "cache")}
+    child = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, cwd=ROOT, env=env
+    )
+    number = int(child.stdout.readline())
+    assert child.wait(30) in (3, -9)
+    end_s = time.monotonic() + 10
+    while alive(number) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not alive(number)
+    with process.request_directory() as directory:  # which removes what killed ones left
+        left = list(directory.parent.glob(f"fuseboard-{child.pid}-*"))
+    assert left == []
+
+
+def alive(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{number}/stat")
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system with fork")
+def test_a_forked_child_begins_anew():
+    """It has neither the threads nor the workshop; its calls are answered all the same."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model)
+        want = run(x)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            good = False
+            try:
+                good = torch.equal(run(x), want) and life().state is GraphState.WATCHING
+                good = good and fuseboard.wait(120)
+            finally:
+                os.write(write, b"y" if good else b"n")
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 1) == b"y"
+        os.close(read)
+        os.close(write)
+        assert fuseboard.wait(120)
