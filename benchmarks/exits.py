@@ -27,7 +27,7 @@ with torch.no_grad():
     run(*workload.inputs[0])
     if backend == "fuseboard":
         import fuseboard
-        from fuseboard.profile.background import worker
+        from fuseboard.profile.choose.background import worker
         if moment == "settled":
             while not fuseboard.wait(progress=False):
                 run(*workload.inputs[0])

@@ -72,8 +72,8 @@ def child_peak_bytes() -> int:
 @contextmanager
 def runners() -> Iterator[tuple[list[Any], list[list[Any]]]]:
     """The runners that are made in the block, and what their last calls were given."""
-    from fuseboard.lower.entry import Entry
-    from fuseboard.lower.runner import Runner
+    from fuseboard.run.entry import Entry
+    from fuseboard.run.runner import Runner
 
     made: list[Any] = []
     given: list[list[Any]] = []

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from fuseboard import torch_allocator
-from fuseboard.torch_allocator import peak_bytes
+from fuseboard.torch_api import allocator as torch_allocator
+from fuseboard.torch_api.allocator import peak_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20

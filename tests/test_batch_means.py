@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuseboard.profile.values import judge
+from fuseboard.profile.judge.values import judge
 from tests.support.references import reference_of
 
 

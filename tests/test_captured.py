@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fuseboard
-from fuseboard.captured import Capture
+from fuseboard.capture.comparison import Capture
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd
@@ -213,7 +213,7 @@ def test_nothing_is_run_where_nothing_is_verified(monkeypatch):
 
 
 def test_it_is_left_out_where_memory_is_short(monkeypatch):
-    monkeypatch.setattr(fuseboard.captured, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(fuseboard.capture.comparison, "free_bytes", lambda device: 100)
     assert compiled(lambda x: x + 1)(torch.ones(20)).tolist() == [2] * 20
     (note,) = last_graph().notes
     assert "running both would take 0 MiB of the 0 MiB that are free" in note
@@ -230,7 +230,7 @@ def test_it_is_left_out_where_memory_is_short(monkeypatch):
 )
 def test_memory_that_runs_short_is_no_difference(error, monkeypatch):
     """It is the results of the first run that the second has too little memory beside."""
-    run, ran = fuseboard.captured._results, []
+    run, ran = fuseboard.capture.comparison._results, []
 
     def short(*args):
         ran.append(1)
@@ -238,7 +238,7 @@ def test_memory_that_runs_short_is_no_difference(error, monkeypatch):
             raise error
         return run(*args)
 
-    monkeypatch.setattr(fuseboard.captured, "_results", short)
+    monkeypatch.setattr(fuseboard.capture.comparison, "_results", short)
     assert compiled(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
     assert len(ran) == 2
     assert not all_trips()
@@ -248,7 +248,7 @@ def test_memory_that_runs_short_is_no_difference(error, monkeypatch):
 
 def test_memory_for_copies_of_what_is_written_to_is_counted(monkeypatch):
     """All the memory that a written view is of is copied."""
-    monkeypatch.setattr(fuseboard.captured, "free_bytes", lambda device: 1e6)
+    monkeypatch.setattr(fuseboard.capture.comparison, "free_bytes", lambda device: 1e6)
     cache = torch.zeros(10**6)
     assert compiled(lambda x: x.add_(1) * 2)(cache[:2]).tolist() == [2, 2]
     (note,) = last_graph().notes
@@ -258,9 +258,11 @@ def test_memory_for_copies_of_what_is_written_to_is_counted(monkeypatch):
 def test_weights_are_not_copied(monkeypatch):
     """Nothing writes to them, and a model's may fill the memory."""
     copied = []
-    keep = fuseboard.captured.strided_copy
+    keep = fuseboard.capture.comparison.strided_copy
     monkeypatch.setattr(
-        fuseboard.captured, "strided_copy", lambda value: copied.append(value.shape) or keep(value)
+        fuseboard.capture.comparison,
+        "strided_copy",
+        lambda value: copied.append(value.shape) or keep(value),
     )
     model = torch.nn.Linear(3, 2)
     compiled(model)(rnd(4, 3)).sum().backward()

@@ -14,7 +14,7 @@ import torch
 import fuseboard
 from fuseboard.contracts import Measurement
 from fuseboard.lower.caching import Cache
-from fuseboard.profile.choose import choose
+from fuseboard.profile.choose.winner import choose
 from tests.support.backends import (
     all_trips,
     claim_ops,
@@ -476,7 +476,7 @@ def test_what_waits_for_a_child_lives_as_long_as_the_code(monkeypatch):
     def compile_for(graph, *job):
         sent.append(weakref.ref(graph))
 
-    monkeypatch.setattr("fuseboard.profile.background.compile_for", compile_for)
+    monkeypatch.setattr("fuseboard.profile.choose.background.compile_for", compile_for)
     with plugged("quick", info=QUICK):
         fn = compiled(f, "quick", "inductor", measure_s=0.05)
         with torch.no_grad():

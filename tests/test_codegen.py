@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
+from fuseboard.capture.original import mend_powers
 from fuseboard.lower.codegen import _INFIX, Source
 from fuseboard.lower.eager import boxed_function
-from fuseboard.original import mend_powers
 from tests.support.backends import compiled
 from tests.support.values import assert_same, rnd
 

@@ -9,7 +9,7 @@ import torch
 
 import fuseboard
 from fuseboard.config import resolve
-from fuseboard.profile.costs import database
+from fuseboard.profile.costs.database import database
 from fuseboard.report.data import ledger
 from tests.support.backends import (
     all_trips,

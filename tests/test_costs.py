@@ -16,7 +16,7 @@ import torch
 import fuseboard
 from fuseboard.config import resolve
 from fuseboard.errors import CostsError
-from fuseboard.profile.costs import CandidateCost, CostDatabase, database, decision_key
+from fuseboard.profile.costs.database import CandidateCost, CostDatabase, database, decision_key
 from tests.support.backends import compiled, plugged
 from tests.support.costs import changed, decision
 
@@ -203,7 +203,7 @@ def test_the_settings_say_where(tmp_path):
 
 def test_it_needs_no_torch():
     """``fuseboard costs`` answers at once."""
-    code = "import sys, fuseboard.profile.costs; sys.exit('torch' in sys.modules)"
+    code = "import sys, fuseboard.profile.costs.database; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

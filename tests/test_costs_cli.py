@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fuseboard.cli.costs import _time
 from fuseboard.cli.main import app
-from fuseboard.profile.costs import CandidateCost, CostDatabase
+from fuseboard.profile.costs.database import CandidateCost, CostDatabase
 from tests.support.costs import decision
 
 NEW = decision("new", created=time.time() - 3600)
@@ -278,7 +278,7 @@ def test_a_database_that_cant_be_read(filled, caplog):
     import sqlite3
     from contextlib import closing
 
-    from fuseboard.profile import costs as module
+    from fuseboard.profile.costs import database as module
 
     with closing(sqlite3.connect(filled.path)) as connection:
         connection.execute("PRAGMA user_version = 99")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fuseboard.profile.costs import CostDatabase
+from fuseboard.profile.costs.database import CostDatabase
 from tests.support.costs import decision, files
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ def test_threads_share_a_database(path):
 FORKING = """
 import os, sys, threading
 from pathlib import Path
-from fuseboard.profile.costs import CostDatabase
+from fuseboard.profile.costs.database import CostDatabase
 from tests.support.costs import decision
 costs = CostDatabase(Path(sys.argv[1]), wait_s=60)
 costs.record(decision("before"))

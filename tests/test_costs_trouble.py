@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from fuseboard.errors import CostsError
-from fuseboard.profile import costs as costs_module
-from fuseboard.profile import costs_file
-from fuseboard.profile.book import Book
-from fuseboard.profile.costs import CostDatabase
+from fuseboard.profile.choose.book import Book
+from fuseboard.profile.costs import database as costs_module
+from fuseboard.profile.costs import file as costs_file
+from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.report.data import GraphReport
 from tests.support.costs import changed, decision, files
 
@@ -297,8 +297,8 @@ def test_a_full_disk(costs, path, warnings, monkeypatch):
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from fuseboard.profile.book import Book
-from fuseboard.profile.costs import CostDatabase
+from fuseboard.profile.choose.book import Book
+from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.report.data import GraphReport
 from tests.support.costs import decision
 path = Path(sys.argv[1])
@@ -333,9 +333,9 @@ def test_files_that_may_not_grow(path):
 READ_ONLY = """
 import os, sys
 from pathlib import Path
-from fuseboard.profile import costs_file
-from fuseboard.profile.book import Book
-from fuseboard.profile.costs import CostDatabase
+from fuseboard.profile.costs import file as costs_file
+from fuseboard.profile.choose.book import Book
+from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.report.data import GraphReport
 from tests.support.costs import decision
 if os.geteuid() == 0:  # who may do anything becomes nobody

@@ -15,19 +15,11 @@ import fuseboard
 from fuseboard import contracts, errors, hookspecs
 from fuseboard.config import RawSource, check
 from fuseboard.partition import repeats
-from fuseboard.profile import (
-    composite,
-    measure,
-    parting,
-    ranks,
-    reference,
-    rewrites,
-    same_results,
-    sampling,
-    values,
-)
-from fuseboard.profile import session as sampler
-from fuseboard.profile.costs import CostDatabase as database
+from fuseboard.profile.choose import composite, measure, ranks
+from fuseboard.profile.costs.database import CostDatabase as database
+from fuseboard.profile.judge import parting, reference, rewrites, same_results, values
+from fuseboard.profile.observe import sampling
+from fuseboard.profile.observe import session as sampler
 from fuseboard.report import data
 from fuseboard.testing import compare
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.lower.artifacts import ARTIFACT, CRASH, TRIED
-from fuseboard.profile.costs import CostDatabase
+from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.report.data import ledger
 from tests.support import crashing_plugin
 from tests.support.backends import all_trips, compiled, last_graph, plugged, registered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuseboard.profile.kept_inputs import KeptInputs
+from fuseboard.run.kept_inputs import KeptInputs
 from tests.support.values import rnd
 
 LAYOUTS = {

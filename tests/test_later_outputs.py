@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fuseboard.errors import RegionError
-from fuseboard.lower.outputs import EVERY
 from fuseboard.report.data import ledger
+from fuseboard.run.outputs import EVERY
 from tests.support.backends import all_trips, claim_ops, compiled, last_graph, plugged
 from tests.support.contained import on_region
 from tests.support.values import assert_same, rnd

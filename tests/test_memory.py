@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.contracts import Measurement
-from fuseboard.profile import memory
-from fuseboard.profile.memory import MemoryPoint, with_pareto
+from fuseboard.profile.observe import memory
+from fuseboard.profile.observe.memory import MemoryPoint, with_pareto
 from tests.support.values import rnd
 
 MIB = 2**20

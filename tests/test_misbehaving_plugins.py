@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuseboard.report.data import ledger
-from fuseboard.torch_state import PARTS, StateChange, read_state
+from fuseboard.torch_api.state import PARTS, StateChange, read_state
 from tests.support.backends import all_trips, plugged
 from tests.support.contained import LIMIT_S
 from tests.support.misbehaving import CHANGES, ENDS, change_surroundings, plugin_that

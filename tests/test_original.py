@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fuseboard
-from fuseboard.original import forward_of
+from fuseboard.capture.original import forward_of
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd

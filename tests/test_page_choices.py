@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuseboard import Explanation
-from fuseboard.profile.sampling_result import RegionShare
+from fuseboard.profile.observe.sampling_result import RegionShare
 from fuseboard.report.bars import chart
 from fuseboard.report.data import CandidateReport
 from tests.support.browser import Page, chromium

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule
 
-from fuseboard.profile.parting import first_parting, prefix, source_line
-from fuseboard.profile.reference import make_reference
-from fuseboard.profile.values import judge
+from fuseboard.profile.judge.parting import first_parting, prefix, source_line
+from fuseboard.profile.judge.reference import make_reference
+from fuseboard.profile.judge.values import judge
 from tests.support.references import captured, traced
 from tests.support.values import rnd
 

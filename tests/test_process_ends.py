@@ -16,9 +16,9 @@ import torch
 
 import fuseboard
 from fuseboard.lower.specialise import compiling
-from fuseboard.profile import background
-from fuseboard.profile.costs import CostDatabase, Decision
-from fuseboard.profile.costs_rows import NOT_TRIED
+from fuseboard.profile.choose import background
+from fuseboard.profile.costs.database import CostDatabase, Decision
+from fuseboard.profile.costs.rows import NOT_TRIED
 from tests.support import crashing_plugin
 from tests.support.backends import (
     all_trips,

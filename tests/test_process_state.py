@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuseboard.torch_state import (
+from fuseboard.torch_api.state import (
     ANSWER_PARTS,
     PARTS,
     StateGuard,

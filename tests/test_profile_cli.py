@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fuseboard import torch_profiler
 from fuseboard.cli.main import app
 from fuseboard.cli.profile import _pass_on, show
-from fuseboard.profile.trace import read_trace
-from fuseboard.profile.trace_summary import DeviceTime, RegionTime, Summary, summarise
+from fuseboard.profile.observe.trace import read_trace
+from fuseboard.profile.observe.trace_summary import DeviceTime, RegionTime, Summary, summarise
+from fuseboard.torch_api import profiler as torch_profiler
 
 TRAINING = """
 import sys

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fuseboard.profile.ranks import check_same, from_first
+from fuseboard.profile.choose.ranks import check_same, from_first
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from fuseboard.profile.reference import make_reference, replayable
-from fuseboard.profile.values import judge
+from fuseboard.profile.judge.reference import make_reference, replayable
+from fuseboard.profile.judge.values import judge
 from tests.support.references import captured, reference_of, traced
 from tests.support.values import rnd
 

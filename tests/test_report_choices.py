@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.contracts import Measurement, Trip
-from fuseboard.profile.book import _cost
-from fuseboard.profile.choose import choose, note_times
+from fuseboard.profile.choose.book import _cost
+from fuseboard.profile.choose.winner import choose, note_times
 from fuseboard.report import choices
 from fuseboard.report.bars import chart
 from fuseboard.report.data import CandidateReport
@@ -490,8 +490,8 @@ def test_each_comparison_is_in_the_structured_trace(tmp_path):
 
 def test_nobody_pays_for_a_trace_that_is_off(monkeypatch):
     """No report is written down where no handler listens."""
-    from fuseboard import torch_traces
     from fuseboard.report import structured_trace
+    from fuseboard.torch_api import traces as torch_traces
 
     monkeypatch.setattr(torch_traces, "traces_structured", lambda: False)
     report = told(candidate("eager", 10.0)).graphs[0]

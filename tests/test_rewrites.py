@@ -10,9 +10,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseboard
-from fuseboard.profile.rewrites import changed, judge_rewrites, peak_bytes
+from fuseboard.profile.judge.rewrites import changed, judge_rewrites, peak_bytes
 from fuseboard.report.data import ledger
-from fuseboard.torch_copies import copy_graph
+from fuseboard.torch_api.copies import copy_graph
 from tests.support.backends import all_trips, compiled, observing
 from tests.support.values import assert_same, rnd
 
@@ -228,7 +228,7 @@ def test_what_would_take_too_much_memory_is_told(monkeypatch):
     """Eager's activations may not fit where a memory budget is set."""
     before, after = both(fused, X, W)
     call(aten.cos.default)(after, first(after, aten.sin.default))
-    monkeypatch.setattr("fuseboard.profile.rewrites.free_bytes", lambda device: 500)
+    monkeypatch.setattr("fuseboard.profile.judge.rewrites.free_bytes", lambda device: 500)
     answer = judge_rewrites(before, after, [X, W])
     assert answer.startswith("running what comes before them would take 0 MiB")
 

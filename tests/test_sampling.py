@@ -17,9 +17,9 @@ import torch
 
 import fuseboard
 from fuseboard import SampledProfile, SamplingError, SamplingOptions, SamplingProfiler
-from fuseboard.profile import sampling, session
-from fuseboard.profile.sampling_process import SamplerProcess
-from fuseboard.torch_compiles import watched_compilations
+from fuseboard.profile.observe import sampling, session
+from fuseboard.profile.observe.sampling_process import SamplerProcess
+from fuseboard.torch_api.compiles import watched_compilations
 from tests.support.backends import observing
 from tests.support.samplers import WORK, FakeSampler, sampling_with
 
@@ -439,7 +439,7 @@ import fuseboard
 fuseboard.SamplingProfiler(enabled=False).profile(int)
 assert "torch._dynamo" not in sys.modules
 assert "fuseboard_pyspy" not in sys.modules
-for name in [name for name in sys.modules if name.startswith("fuseboard.profile.sampling")]:
+for name in [name for name in sys.modules if name.startswith("fuseboard.profile.observe.sampling")]:
     del sys.modules[name]
 import torch
 f = torch.compile(lambda x: x + 1, backend="fuseboard", options={"backends": ["eager"]})

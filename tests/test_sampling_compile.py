@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuseboard import CompileProfiler, SamplingError, SamplingProfiler
-from fuseboard.profile import sampling
+from fuseboard.profile.observe import sampling
 from tests.support.samplers import WORK, FakeSampler, sampling_with
 
 

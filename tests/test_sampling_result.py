@@ -14,7 +14,7 @@ import torch
 
 import fuseboard
 from fuseboard import RegionShare, SampledProfile, SamplingProfiler, StackFrame, StackSample
-from fuseboard.profile.sampling_regions import Place, locate_regions
+from fuseboard.profile.observe.sampling_regions import Place, locate_regions
 from fuseboard.report.data import GraphReport, RegionReport, ledger
 from tests.support.backends import claim_ops, compiled, plugged
 from tests.support.browser import Page, chromium

@@ -7,8 +7,8 @@ import torch
 
 from fuseboard.contracts import Measurement
 from fuseboard.errors import RegionError
-from fuseboard.lower import spare_memory
-from fuseboard.lower.spare_memory import left_in_container, why_no_room
+from fuseboard.run import spare_memory
+from fuseboard.run.spare_memory import left_in_container, why_no_room
 from tests.support.backends import (
     all_trips,
     compiled,
@@ -108,7 +108,7 @@ def test_candidates_that_have_no_room_beside_others_are_tried_after_them(
     def why(share, weights):
         return "no room" if len(held) else held.append(1) or ""
 
-    monkeypatch.setattr("fuseboard.lower.weights.why_no_room", why)
+    monkeypatch.setattr("fuseboard.run.weights.why_no_room", why)
     us = {"eager": 100.0, "first": 120.0, "second": 50.0}
     seen = []
 

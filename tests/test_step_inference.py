@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fuseboard import step
+from fuseboard.profile.choose import step
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
 from tests.test_step import COMPILED, EAGER, QUICK, Counted, Stopwatch

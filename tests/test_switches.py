@@ -10,12 +10,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseboard
-from fuseboard import torch_switches
 from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.lower.cache_keys import numerics
 from fuseboard.lower.isolation import make_request
-from fuseboard.torch_switches import read_switches, set_switches
+from fuseboard.torch_api import switches as torch_switches
+from fuseboard.torch_api.switches import read_switches, set_switches
 
 SETTABLE = [name for name, (_, put) in torch_switches.SWITCHES.items() if put is not None]
 

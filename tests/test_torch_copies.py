@@ -9,8 +9,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fuseboard import torch_copies
-from fuseboard.torch_copies import copy_graph
+from fuseboard.torch_api import copies as torch_copies
+from fuseboard.torch_api.copies import copy_graph
 from tests.support.graphs import Recipe, recipes
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def fx_way(monkeypatch):
-    """Graphs are copied as with a torch that :mod:`fuseboard.torch_copies` doesn't know."""
+    """Graphs are copied as with a torch that :mod:`fuseboard.torch_api.copies` doesn't know."""
     monkeypatch.setattr(torch_copies, "_is_known", lambda: False)
 
 

@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fuseboard
-from fuseboard.original import only_computes
+from fuseboard.capture.original import only_computes
 from fuseboard.report.data import ledger
-from fuseboard.torch_state import AUTOGRAD_PARTS, read_state
+from fuseboard.torch_api.state import AUTOGRAD_PARTS, read_state
 from tests.support.backends import all_trips
 from tests.support.values import rnd
 

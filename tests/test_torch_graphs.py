@@ -7,8 +7,8 @@ import torch
 from torch.fx import GraphModule
 
 import fuseboard
-from fuseboard import torch_internals
-from fuseboard.torch_graphs import graph_from_bytes, graph_to_bytes
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
 from tests.support.backends import all_trips, compiled, plugged
 from tests.support.values import rnd
 

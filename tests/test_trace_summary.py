@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fuseboard.profile.trace import Trace, annotate, read_trace, write_trace
-from fuseboard.profile.trace_summary import DeviceTime, Summary, advise, summarise
+from fuseboard.profile.observe.trace import Trace, annotate, read_trace, write_trace
+from fuseboard.profile.observe.trace_summary import DeviceTime, Summary, advise, summarise
 from fuseboard.report.data import Break, GraphReport, RegionReport
 
 MAIN = {"pid": 1, "tid": 10}

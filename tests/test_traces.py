@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fuseboard import torch_profiler
 from fuseboard.lower.codegen import Source
-from fuseboard.lower.weights import WeightSets
+from fuseboard.run.weights import WeightSets
+from fuseboard.torch_api import profiler as torch_profiler
 from tests.support.backends import compiled, last_graph, plugged
 from tests.support.values import assert_same, rnd
 from tests.support.weights import hoisting_by, overwrite, preparing_is_worth_it

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuseboard.profile.values import allowed_mismatches, judge
+from fuseboard.profile.judge.values import allowed_mismatches, judge
 from tests.support.references import EXACT, Function, op_cases, reference_of
 from tests.support.values import rnd
 
@@ -352,7 +352,7 @@ def test_other_forms_make_a_verdict(result: Any, problem: str) -> None:
     x, number = graph.placeholder("x"), graph.placeholder("number")
     graph.output((graph.call_function(torch.ops.aten.clone.default, (x,)), number))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    from fuseboard.profile.reference import make_reference
+    from fuseboard.profile.judge.reference import make_reference
 
     reference = make_reference(module, [torch.zeros(2, 3), 3])
     assert judge(reference, [torch.zeros(2, 3), 3]).ok

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fuseboard.board import board
-from fuseboard.profile.reference import make_reference
-from fuseboard.profile.values import judge
+from fuseboard.profile.judge.reference import make_reference
+from fuseboard.profile.judge.values import judge
 from tests.support.references import Function, op_cases, traced
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fuseboard
-from fuseboard import torch_views
-from fuseboard.torch_symbols import in_the_example
-from fuseboard.torch_views import eager_view_strides, why_not_installed
+from fuseboard.torch_api import views as torch_views
+from fuseboard.torch_api.symbols import in_the_example
+from fuseboard.torch_api.views import eager_view_strides, why_not_installed
 from tests.support.backends import (
     all_trips,
     compiled,

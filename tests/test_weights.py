@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fuseboard
-from fuseboard.lower import weights as weights_module
 from fuseboard.report.data import ledger
+from fuseboard.run import weights as weights_module
 from tests.support.backends import compiled, graph_count, hoisted, last_graph
 from tests.support.values import assert_same, rnd
 from tests.support.weights import (

@@ -9,8 +9,8 @@ import torch
 
 import fuseboard
 from fuseboard.contracts import Measurement
-from fuseboard.lower import weights as weights_module
-from fuseboard.lower.weights import WeightSets, any_version
+from fuseboard.run import weights as weights_module
+from fuseboard.run.weights import WeightSets, any_version
 from tests.support.backends import compiled, last_graph, ledger, observing, plugged
 from tests.support.values import assert_same
 from tests.support.weights import Linear, Scaled, assert_equal, hoisting_by, overwrite

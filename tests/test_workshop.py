@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fuseboard
-from fuseboard.profile import background
+from fuseboard.profile.choose import background
 from fuseboard.report.data import ledger
 from fuseboard.run.states import GraphState
 from fuseboard.workshop import desk as desks

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuseboard.profile.reference import make_reference
-from fuseboard.profile.values import judge
+from fuseboard.profile.judge.reference import make_reference
+from fuseboard.profile.judge.values import judge
 from tests.support.references import Function, captured, reference_of
 from tests.support.values import rnd
 

@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from fuseboard.hookspecs import hookimpl
     from fuseboard.lower.decompose import decompose
     from fuseboard.lower.eager import lower_eagerly
-    from fuseboard.lower.weights import refresh
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
-    from fuseboard.profile.background import settled, wait
-    from fuseboard.profile.measure import measure
-    from fuseboard.profile.memory import MemoryPoint, measure_memory
-    from fuseboard.profile.reference import Reference
-    from fuseboard.profile.sampling import SamplingProfiler
-    from fuseboard.profile.sampling_compile import CompileProfile, CompileProfiler
-    from fuseboard.profile.sampling_process import SamplerProcess
-    from fuseboard.profile.sampling_result import RegionShare, SampledProfile
+    from fuseboard.profile.choose.background import settled, wait
+    from fuseboard.profile.choose.measure import measure
+    from fuseboard.profile.judge.reference import Reference
+    from fuseboard.profile.observe.memory import MemoryPoint, measure_memory
+    from fuseboard.profile.observe.sampling import SamplingProfiler
+    from fuseboard.profile.observe.sampling_compile import CompileProfile, CompileProfiler
+    from fuseboard.profile.observe.sampling_process import SamplerProcess
+    from fuseboard.profile.observe.sampling_result import RegionShare, SampledProfile
     from fuseboard.report.data import GraphReport
     from fuseboard.report.explain import Explanation, explain, last_report
-    from fuseboard.torch_internals import real_tensors
+    from fuseboard.run.weights import refresh
+    from fuseboard.torch_api.internals import real_tensors
 
 _HOMES = {
     "fuseboard.board": ("register", "unregister"),
@@ -105,21 +105,21 @@ _HOMES = {
     "fuseboard.hookspecs": ("hookimpl",),
     "fuseboard.lower.decompose": ("decompose",),
     "fuseboard.lower.eager": ("lower_eagerly",),
-    "fuseboard.lower.weights": ("refresh",),
+    "fuseboard.run.weights": ("refresh",),
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
     "fuseboard.partition.patterns": ("claim_patterns",),
-    "fuseboard.profile.background": ("settled", "wait"),
-    "fuseboard.profile.measure": ("measure",),
-    "fuseboard.profile.memory": ("MemoryPoint", "measure_memory"),
-    "fuseboard.profile.reference": ("Reference",),
-    "fuseboard.profile.sampling": ("SamplingProfiler",),
-    "fuseboard.profile.sampling_compile": ("CompileProfile", "CompileProfiler"),
-    "fuseboard.profile.sampling_process": ("SamplerProcess",),
-    "fuseboard.profile.sampling_result": ("RegionShare", "SampledProfile"),
+    "fuseboard.profile.choose.background": ("settled", "wait"),
+    "fuseboard.profile.choose.measure": ("measure",),
+    "fuseboard.profile.observe.memory": ("MemoryPoint", "measure_memory"),
+    "fuseboard.profile.judge.reference": ("Reference",),
+    "fuseboard.profile.observe.sampling": ("SamplingProfiler",),
+    "fuseboard.profile.observe.sampling_compile": ("CompileProfile", "CompileProfiler"),
+    "fuseboard.profile.observe.sampling_process": ("SamplerProcess",),
+    "fuseboard.profile.observe.sampling_result": ("RegionShare", "SampledProfile"),
     "fuseboard.report.data": ("GraphReport",),
     "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
-    "fuseboard.torch_internals": ("real_tensors",),
+    "fuseboard.torch_api.internals": ("real_tensors",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

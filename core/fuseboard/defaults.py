@@ -88,7 +88,7 @@ def fuseboard_verify(
     reference: Any,
 ) -> Verdict:
     """Check count, types, shapes and strides, then values."""
-    from fuseboard.profile.verify import verify
+    from fuseboard.profile.judge.verify import verify
 
     return verify(region, expected, result, inputs, reference)
 
@@ -102,6 +102,6 @@ def fuseboard_event(event: Event) -> None:
 @hookimpl
 def fuseboard_measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
     """Time calls in interleaved rounds."""
-    from fuseboard.profile.measure import measure_calls
+    from fuseboard.profile.choose.measure import measure_calls
 
     return measure_calls(calls, budget_s)

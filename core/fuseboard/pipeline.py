@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_internals
 from fuseboard.board import Session
-from fuseboard.captured import give_up
+from fuseboard.capture.comparison import give_up
+from fuseboard.capture.original import original
 from fuseboard.contracts import (
     Event,
     EventName,
@@ -24,14 +24,10 @@ from fuseboard.contracts import (
 )
 from fuseboard.errors import LoweringError, PluginError, RegionError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
-from fuseboard.lower.entry import Entry
 from fuseboard.lower.failure import CONTAINING, ask, describe, trip
 from fuseboard.lower.lowering import Lowering
-from fuseboard.lower.program import Program, Site
-from fuseboard.lower.runner import Runner
 from fuseboard.lower.specialise import compiling
 from fuseboard.lower.static import is_symbolic
-from fuseboard.original import original
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.joint import split_joint
@@ -41,16 +37,20 @@ from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import Cut, cut_regions
 from fuseboard.partition.views import pull_views
 from fuseboard.planning import Planner, defers
-from fuseboard.profile.book import Book
-from fuseboard.profile.candidates import Candidate
-from fuseboard.profile.composite import Composite
-from fuseboard.profile.ranks import Decide, check_same, from_first, several_ranks
-from fuseboard.profile.tuner import Tuner
+from fuseboard.profile.choose.book import Book
+from fuseboard.profile.choose.candidates import Candidate
+from fuseboard.profile.choose.composite import Composite
+from fuseboard.profile.choose.ranks import Decide, check_same, from_first, several_ranks
+from fuseboard.profile.choose.tuner import Tuner
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
 from fuseboard.report.nodes import describe_ends
 from fuseboard.report.structured_trace import emit
 from fuseboard.rewriting import Rewriter
-from fuseboard.torch_copies import copy_graph
+from fuseboard.run.entry import Entry
+from fuseboard.run.program import Program, Site
+from fuseboard.run.runner import Runner
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.copies import copy_graph
 from fuseboard.work import Draft, Work, claimed, describe_node, describe_nodes, placed
 
 _graph_numbers: dict[str, Iterator[int]] = {}

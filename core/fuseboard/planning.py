@@ -19,10 +19,10 @@ from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.stages import has_effects
 from fuseboard.partition.support import Support
-from fuseboard.profile.ranks import several_ranks
-from fuseboard.profile.replays import replayable
+from fuseboard.profile.choose.ranks import several_ranks
+from fuseboard.profile.judge.replays import replayable
 from fuseboard.report.data import GraphReport
-from fuseboard.torch_copies import copy_graph
+from fuseboard.torch_api.copies import copy_graph
 from fuseboard.work import Claims, Work, placed
 
 #: Contains a plugin's failure: (report, plugin, stage, error, what ran instead).

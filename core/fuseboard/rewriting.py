@@ -7,15 +7,15 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import GraphKind, Stage
 from fuseboard.errors import ContractError, LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
-from fuseboard.profile.rewrites import example_values, judge_rewrites
+from fuseboard.profile.judge.rewrites import example_values, judge_rewrites
 from fuseboard.report.data import GraphReport
-from fuseboard.torch_copies import copy_graph
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.copies import copy_graph
 
 Tripped = Callable[[GraphReport, str, Stage, Exception, str], None]
 

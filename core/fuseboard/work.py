@@ -10,12 +10,12 @@ from torch.fx import GraphModule, Node
 from fuseboard.contracts import Claim, Decline, GraphKind, Plan
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.codegen import target_name
-from fuseboard.lower.program import Site
 from fuseboard.partition.pins import Wishes
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport, NodeReport
 from fuseboard.report.nodes import module_path, source_line, value_text
-from fuseboard.torch_internals import InputRoles
+from fuseboard.run.program import Site
+from fuseboard.torch_api.internals import InputRoles
 
 #: By backend, in order of priority.
 Claims = dict[str, list[Claim | Decline]]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from fuseboard.profile.trace import read_trace
-from fuseboard.profile.trace_summary import summarise
+from fuseboard.profile.observe.trace import read_trace
+from fuseboard.profile.observe.trace_summary import summarise
 from fuseboard.report.data import ledger
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._inductor.codecache import PyCodeCache
 
-from fuseboard.lower import weights as weights_module
 from fuseboard.report.data import ledger
+from fuseboard.run import weights as weights_module
 from tests.support.backends import all_trips, compiled, graph_count, last_graph
 from tests.support.freezing import NAME, Convolutions, Layers
 from tests.support.values import assert_closer, rnd

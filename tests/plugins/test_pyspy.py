@@ -23,7 +23,7 @@ from fuseboard import (
     StackFrame,
     StackSample,
 )
-from fuseboard.profile import sampling, sampling_process, session
+from fuseboard.profile.observe import sampling, sampling_process, session
 from fuseboard_pyspy import _executable
 from fuseboard_pyspy._sampler import PySpy, read_speedscope
 from tests.support.backends import compiled

@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision, decision_key
+from fuseboard.profile.costs.database import CandidateCost, CostDatabase, Decision, decision_key
 
 
 def decision(

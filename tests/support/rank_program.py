@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fuseboard.errors import RankError
-from fuseboard.profile.ranks import check_same, from_first
+from fuseboard.profile.choose.ranks import check_same, from_first
 
 
 def agree(value: Any, what: str, **how: Any) -> Any:

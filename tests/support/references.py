@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseboard import torch_internals
-from fuseboard.profile.reference import Reference, make_reference
+from fuseboard.profile.judge.reference import Reference, make_reference
+from fuseboard.torch_api import internals as torch_internals
 from tests.support.values import rnd
 
 Function = Callable[..., Any]

@@ -62,7 +62,7 @@ class Stages:
     """Compares the state after each stage with that before it."""
 
     def __init__(self) -> None:
-        from fuseboard.torch_state import PARTS, StateChange, read_state
+        from fuseboard.torch_api.state import PARTS, StateChange, read_state
 
         self._parts, self._change, self._read = PARTS, StateChange, read_state
         self.found: dict[str, list[str]] = {}

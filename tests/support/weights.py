@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fuseboard.lower.weights import WeightSets
+from fuseboard.run.weights import WeightSets
 from tests.support.backends import pack_linears, plugged
 from tests.support.values import rnd
 

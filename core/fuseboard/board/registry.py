@@ -23,7 +23,7 @@ from fuseboard.config.layers import resolve
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
 from fuseboard.errors import FuseboardError, RegistrationError
-from fuseboard.torch_state import StateGuard
+from fuseboard.torch_api.state import StateGuard
 
 __all__ = ["Board", "PluginState", "Session", "board", "register", "unregister"]
 

@@ -37,7 +37,7 @@ from fuseboard.errors import (
     RegistrationError,
     SettingsError,
 )
-from fuseboard.torch_state import StateGuard
+from fuseboard.torch_api.state import StateGuard
 
 log = logging.getLogger("fuseboard")
 

@@ -1,0 +1,1 @@
+"""From Dynamo's graph to AOTAutograd's, and whether they agree."""

@@ -11,23 +11,24 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fuseboard import mixed_norms, torch_internals, unfit_calls
 from fuseboard.board import Session
-from fuseboard.captured import CannotCompare, Capture
+from fuseboard.capture import mixed_norms, unfit_calls
+from fuseboard.capture.comparison import CannotCompare, Capture
+from fuseboard.capture.original import forward_of, mend_powers
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import CONTAINED, LoweringError, PluginError
-from fuseboard.lower.entry import BackwardEntry, Entry
 from fuseboard.lower.failure import describe
-from fuseboard.lower.runner import Runner
 from fuseboard.lower.specialise import compiling
-from fuseboard.original import forward_of, mend_powers
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline import Pipeline
-from fuseboard.profile.ranks import several_ranks
-from fuseboard.step import EAGER, whole_step
-from fuseboard.torch_copies import copy_graph
-from fuseboard.torch_state import StateGuard
-from fuseboard.torch_views import eager_view_strides
+from fuseboard.profile.choose.ranks import several_ranks
+from fuseboard.profile.choose.step import EAGER, whole_step
+from fuseboard.run.entry import BackwardEntry, Entry
+from fuseboard.run.runner import Runner
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.copies import copy_graph
+from fuseboard.torch_api.state import StateGuard
+from fuseboard.torch_api.views import eager_view_strides
 
 Run = Callable[..., Any]
 

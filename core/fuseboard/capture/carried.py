@@ -19,22 +19,22 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.capture.call import Compiled, GraphCall
+from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import GraphKind
 from fuseboard.errors import LoweringError
 from fuseboard.fuse.passes import FusionCounter
-from fuseboard.lower.checked import Proofs
-from fuseboard.lower.entry import BackwardEntry, Entry
 from fuseboard.lower.lowering import Lowering
-from fuseboard.lower.program import Program, Site
-from fuseboard.lower.runner import Runner
-from fuseboard.original import boxed_original
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
 from fuseboard.pipeline import Record, next_name
-from fuseboard.profile.candidates import tell_what_preparing_gains
+from fuseboard.profile.choose.candidates import tell_what_preparing_gains
 from fuseboard.report.data import GraphReport
-from fuseboard.torch_capture import tracing_apart
-from fuseboard.torch_graphs import graph_from_bytes, graph_to_bytes
+from fuseboard.run.checked import Proofs
+from fuseboard.run.entry import BackwardEntry, Entry
+from fuseboard.run.program import Program, Site
+from fuseboard.run.runner import Runner
+from fuseboard.torch_api.dynamo_graphs import tracing_apart
+from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def pack(compiled: Compiled) -> bytes:
 
     :raises NotCarried: something in it means nothing there.
     """
-    from fuseboard.torch_bundles import bundle_of
+    from fuseboard.torch_api.bundles import bundle_of
 
     call = compiled.call
     records = call.pipeline.records
@@ -173,7 +173,7 @@ def unpack(
     :param number: of the backend's call.
     :raises NotCarried: it doesn't fit, or something that it needs is gone from the cache.
     """
-    from fuseboard.torch_bundles import from_bundle
+    from fuseboard.torch_api.bundles import from_bundle
 
     carried: CarriedProgram = pickle.loads(data)
     call = GraphCall(session, graph, frame, number)

@@ -17,7 +17,7 @@ from fuseboard.errors import CostsError, SettingsError
 from fuseboard.module_names import readable
 
 if TYPE_CHECKING:
-    from fuseboard.profile.costs import CandidateCost, CostDatabase, Decision
+    from fuseboard.profile.costs.database import CandidateCost, CostDatabase, Decision
 
 costs = typer.Typer(
     no_args_is_help=True, help="Show, forget or pass on what was measured and chosen."
@@ -31,7 +31,7 @@ _DAY_S = 86_400.0
 def _database() -> CostDatabase:
     """The one of the settings that hold here; without torch."""
     from fuseboard.config import resolve
-    from fuseboard.profile.costs import database
+    from fuseboard.profile.costs.database import database
 
     settings = resolve()
     if not settings.cache:
@@ -78,7 +78,7 @@ def list_(
     ]
     records = database.records()
     if as_json:
-        from fuseboard.profile.costs_rows import encode
+        from fuseboard.profile.costs.rows import encode
 
         told = {"path": str(database.path), "decisions": [encode(one) for one in chosen]}
         print(json.dumps(told, indent=2))
@@ -125,7 +125,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show one decision: every candidate with its time, or why it couldn't be chosen; the key."""
-    from fuseboard.profile.costs_rows import encode
+    from fuseboard.profile.costs.rows import encode
 
     decision = _found(_decisions(_database()), key)
     if as_json:

@@ -239,7 +239,7 @@ class _Demo:
         import torch
 
         from fuseboard.demo import speed
-        from fuseboard.profile.background import wait
+        from fuseboard.profile.choose.background import wait
 
         start = time.perf_counter()
         with self._busy("fuseboard: trying what takes longer to compile, too"):

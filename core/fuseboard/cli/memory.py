@@ -17,7 +17,7 @@ from fuseboard.cli.explain import TargetError, call_at, check_writable
 from fuseboard.errors import SettingsError
 
 if TYPE_CHECKING:
-    from fuseboard.profile.memory import MemoryPoint
+    from fuseboard.profile.observe.memory import MemoryPoint
 
 _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -94,7 +94,7 @@ def _measured(
     model: Any, args: Any, kwargs: Any, budgets: list[float], seconds: float
 ) -> tuple[list[MemoryPoint], bool]:
     """The points, and whether Ctrl-C ended the measuring."""
-    from fuseboard.profile.memory import memory_points, with_pareto
+    from fuseboard.profile.observe.memory import memory_points, with_pareto
 
     points: list[MemoryPoint] = []
     interrupted = False

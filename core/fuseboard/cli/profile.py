@@ -18,7 +18,7 @@ from rich.text import Text
 from fuseboard.cli.explain import OutputError, TargetError
 
 if TYPE_CHECKING:
-    from fuseboard.profile.trace_summary import RegionTime, Summary
+    from fuseboard.profile.observe.trace_summary import RegionTime, Summary
 
 _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 _MOST_ROWS = 30
@@ -57,7 +57,7 @@ def profile(
     if not script.is_file():
         raise TargetError(f"there is no file {str(script)!r}. Name a Python script to run.")
     path = _writable(out, script).absolute()  # the script may change the directory
-    from fuseboard.torch_profiler import keep_cupti
+    from fuseboard.torch_api.profiler import keep_cupti
 
     if note := keep_cupti():
         print(f"fuseboard: {note}", file=sys.stderr)
@@ -96,11 +96,11 @@ def _traced(
     """
     import torch
 
-    from fuseboard.profile.trace import annotate, read_trace, write_trace
-    from fuseboard.profile.trace_summary import summarise
+    from fuseboard.profile.observe.trace import annotate, read_trace, write_trace
+    from fuseboard.profile.observe.trace_summary import summarise
     from fuseboard.report.data import ledger
     from fuseboard.report.dynamo import watch
-    from fuseboard.torch_profiler import is_recording
+    from fuseboard.torch_api.profiler import is_recording
 
     recorder = torch.profiler.profile(profile_memory=memory, with_stack=stacks)
     with ledger.collect() as graphs, watch() as seen:

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from fuseboard.partition.board_nodes import view_chain
 from fuseboard.partition.estimate import is_free, sizes
 from fuseboard.partition.stages import keeps_order
-from fuseboard.torch_copies import graph_module
+from fuseboard.torch_api.copies import graph_module
 
 #: Elements that hoisting must save from being computed in each call. Below it, the check that
 #: the weights are still the same costs about what it saves.

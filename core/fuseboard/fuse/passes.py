@@ -11,7 +11,7 @@ from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Fusion
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError
 from fuseboard.report.data import FusionReport
-from fuseboard.torch_state import StateGuard
+from fuseboard.torch_api.state import StateGuard
 
 
 @dataclass

@@ -20,11 +20,13 @@ from pydantic import BaseModel
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from fuseboard import torch_graphs, torch_internals, torch_symbols
 from fuseboard.contracts import BackendInfo, GraphKind, Region
 from fuseboard.lower.artifacts import Key
 from fuseboard.partition.signature import signature
-from fuseboard.torch_switches import read_switches
+from fuseboard.torch_api import graphs as torch_graphs
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import symbols as torch_symbols
+from fuseboard.torch_api.switches import read_switches
 
 
 class NotCacheable(Exception):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import BackendInfo, LoweredRegion, Region
 from fuseboard.errors import LoweringError, PluginError
@@ -22,7 +21,8 @@ from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import Crash, lower_in_child, make_request
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import GraphReport, RegionReport
-from fuseboard.torch_symbols import GuardWatch, guard_again, symbolic_numbers
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.symbols import GuardWatch, guard_again, symbolic_numbers
 
 #: A backend, and the signature of a region as it was cut.
 Token = tuple[str, str]

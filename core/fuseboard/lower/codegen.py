@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard import torch_internals
-from fuseboard.torch_profiler import show_in_traces
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.profiler import show_in_traces
 
 _function_numbers = count()
 

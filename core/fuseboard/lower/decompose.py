@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_internals
+from fuseboard.torch_api import internals as torch_internals
 
 
 def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> GraphModule:

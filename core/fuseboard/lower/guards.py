@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 from torch.fx import GraphModule
 
-from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.errors import LoweringError
 from fuseboard.lower.static import is_symbolic
-from fuseboard.torch_symbols import GuardWatch
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.symbols import GuardWatch
 
 
 @contextmanager

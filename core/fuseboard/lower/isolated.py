@@ -29,7 +29,7 @@ class Request:
 
     :ivar module: of a plugin that was registered at run time; "" where an entry point names it.
     :ivar region: the fields of the region but its graph, options and records.
-    :ivar graph: as :func:`fuseboard.torch_graphs.graph_to_bytes` made it.
+    :ivar graph: as :func:`fuseboard.torch_api.graphs.graph_to_bytes` made it.
     :ivar options: settings, as ``torch.compile(options=)`` takes them.
     :ivar state: of torch: its threads, and its switches.
     """
@@ -71,7 +71,7 @@ def main(directory: Path) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     try:
-        from fuseboard.torch_views import eager_view_strides  # torch loads here, not before
+        from fuseboard.torch_api.views import eager_view_strides  # torch loads here, not before
 
         request: Request = pickle.loads((directory / "request").read_bytes())
         with eager_view_strides():
@@ -113,16 +113,16 @@ def be_killed_with_parent() -> None:
 def _answer(request: Request, directory: Path) -> Result:
     import torch
 
-    from fuseboard import torch_internals
     from fuseboard.board import board, register
     from fuseboard.config import resolve
     from fuseboard.contracts import Region
     from fuseboard.errors import HookTimeout, LoweringError, PluginError
     from fuseboard.lower.failure import describe
-    from fuseboard.profile.costs import PluginRecords, database
-    from fuseboard.torch_graphs import graph_from_bytes
-    from fuseboard.torch_switches import set_switches
-    from fuseboard.torch_symbols import GuardWatch
+    from fuseboard.profile.costs.database import PluginRecords, database
+    from fuseboard.torch_api import internals as torch_internals
+    from fuseboard.torch_api.graphs import graph_from_bytes
+    from fuseboard.torch_api.switches import set_switches
+    from fuseboard.torch_api.symbols import GuardWatch
 
     torch.set_num_threads(request.state["threads"])
     set_switches(request.state["switches"])

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from fuseboard import torch_graphs
 from fuseboard.board import Session
 from fuseboard.contracts import Region
 from fuseboard.errors import LoweringError
 from fuseboard.lower.isolated import Request, Result
-from fuseboard.torch_switches import read_switches
+from fuseboard.torch_api import graphs as torch_graphs
+from fuseboard.torch_api.switches import read_switches
 
 #: What importing torch and the plugin may take, beyond the limit of the hook.
 START_S = 120.0

@@ -12,14 +12,12 @@ from functools import partial
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, GraphKind, LoweredRegion, Region
 from fuseboard.errors import CONTAINED, LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.caching import Cache, Deferred, Task, Token
-from fuseboard.lower.checked import CheckedPrepare
 from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.eager import boxed_function
@@ -31,11 +29,13 @@ from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
-from fuseboard.profile.costs import PluginRecords, database
-from fuseboard.profile.replays import only_torchs_ops
+from fuseboard.profile.costs.database import PluginRecords, database
+from fuseboard.profile.judge.replays import only_torchs_ops
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
 from fuseboard.report.nodes import source_line
-from fuseboard.torch_copies import copy_graph
+from fuseboard.run.checked import CheckedPrepare
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.copies import copy_graph
 
 
 @dataclass(frozen=True)

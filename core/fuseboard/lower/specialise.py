@@ -17,21 +17,21 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_symbols
 from fuseboard.board import Session
 from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed, Event, Region
 from fuseboard.errors import CONTAINED
-from fuseboard.lower.checked import CheckedRegion, Proofs
 from fuseboard.lower.codegen import Source
 from fuseboard.lower.eager import boxed_function
 from fuseboard.lower.failure import contained, trip
-from fuseboard.lower.sizes import size_sources
 from fuseboard.lower.static import StaticGraph, with_sizes
-from fuseboard.lower.weights import WeightSets, any_version, run_prepare
 from fuseboard.partition.signature import signature
 from fuseboard.partition.stages import has_effects
 from fuseboard.report.data import GraphReport, RegionReport
+from fuseboard.run.checked import CheckedRegion, Proofs
+from fuseboard.run.sizes import size_sources
+from fuseboard.run.weights import WeightSets, any_version, run_prepare
+from fuseboard.torch_api import symbols as torch_symbols
 
 #: Held while something is compiled. Dynamo holds a lock of its own, but backwards are compiled
 #: outside of it, and specialisations in the middle of a call.

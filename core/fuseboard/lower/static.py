@@ -15,9 +15,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fuseboard import torch_symbols
 from fuseboard.errors import LoweringError
-from fuseboard.torch_copies import graph_module
+from fuseboard.torch_api import symbols as torch_symbols
+from fuseboard.torch_api.copies import graph_module
 
 #: What speaks of the symbolic value that a node had.
 _STALE = ("val", "tensor_meta", "example_value", "unbacked_bindings")

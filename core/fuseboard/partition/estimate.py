@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard import torch_internals, torch_symbols
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import symbols as torch_symbols
 
 #: One core of a current server CPU, float32: the ratio is what matters, not the values.
 FLOPS_PER_US = 50_000.0

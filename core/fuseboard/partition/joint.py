@@ -14,11 +14,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseboard import torch_internals
 from fuseboard.contracts import JointPolicy, Knapsack
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.partition.replay import draws, hides_draws, settle_replays, worth_replaying
-from fuseboard.torch_copies import graph_module
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.copies import graph_module
 
 Parts = tuple[GraphModule, GraphModule]
 

@@ -22,13 +22,13 @@ from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_internals
 from fuseboard.board import Session
 from fuseboard.contracts import Claim, Decline
 from fuseboard.errors import SettingsError
 from fuseboard.partition.marks import PREFER, mark_of
 from fuseboard.partition.paths import ModulePaths, op_names, paths_in
-from fuseboard.torch_internals import FrameScope
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.internals import FrameScope
 
 Answers = Mapping[str, Sequence[Claim | Decline]]
 

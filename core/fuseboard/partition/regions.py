@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fuseboard import torch_internals
 from fuseboard.partition.estimate import is_creation
 from fuseboard.partition.places import Place
 from fuseboard.partition.stages import order_keepers, stage_nodes
-from fuseboard.torch_copies import graph_module, part_of_graph
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.copies import graph_module, part_of_graph
 
 
 @dataclass

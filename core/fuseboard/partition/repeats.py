@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard import torch_symbols
 from fuseboard.contracts import BackendInfo, Repeats
 from fuseboard.partition.estimate import (
     BYTES_PER_US,
@@ -29,6 +28,7 @@ from fuseboard.partition.estimate import (
     is_view,
     value_bytes,
 )
+from fuseboard.torch_api import symbols as torch_symbols
 
 #: Blocks of fewer nodes than this aren't worth a region of their own.
 MIN_NODES = 12

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import torch_internals
+from fuseboard.torch_api import internals as torch_internals
 
 #: Arguments that switch an op's randomness off, and the value that does.
 _SWITCHES = {"dropout_p": 0, "p": 0, "dropout": 0, "train": False, "training": False}

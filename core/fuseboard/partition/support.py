@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch.fx import Node
 
-from fuseboard import torch_symbols
 from fuseboard.contracts import BackendInfo
 from fuseboard.partition.claims import first_reason, inner_nodes
+from fuseboard.torch_api import symbols as torch_symbols
 
 
 class Support:

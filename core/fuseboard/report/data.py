@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuseboard.contracts import GraphKind, Trip
-from fuseboard.torch_profiler import span
+from fuseboard.torch_api.profiler import span
 
 #: How many graphs are remembered. A report holds strings and numbers only, never a tensor.
 REMEMBERED_GRAPHS = 256

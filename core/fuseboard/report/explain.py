@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fuseboard.backend import compile_now, fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
-from fuseboard.profile.background import wait
+from fuseboard.profile.choose.background import wait
 from fuseboard.report import choices
 from fuseboard.report.data import Break, GraphReport, ledger
 from fuseboard.report.dynamo import compiled_apart, compiled_from, watch

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 
-from fuseboard import torch_traces
 from fuseboard.report.data import GraphReport
+from fuseboard.torch_api import traces as torch_traces
 
 
 def emit(report: GraphReport) -> None:

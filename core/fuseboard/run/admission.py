@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuseboard.board import Session
-from fuseboard.profile.ranks import several_ranks
+from fuseboard.profile.choose.ranks import several_ranks
 
 
 def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:

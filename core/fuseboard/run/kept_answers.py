@@ -9,10 +9,10 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.lower.artifacts import Key, Store, store_at
-from fuseboard.profile.book import Book
+from fuseboard.profile.choose.book import Book
+from fuseboard.profile.choose.step import COMPILED, EAGER
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.run.kept_call import KeptCall
-from fuseboard.step import COMPILED, EAGER
 from fuseboard.workshop.request import Answer
 
 

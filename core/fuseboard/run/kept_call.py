@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fuseboard import torch_internals
-from fuseboard.lower.spare_memory import free_bytes
-from fuseboard.profile.kept_inputs import strided_copy
-from fuseboard.torch_state import ANSWER_PARTS, StateGuard, read_state
+from fuseboard.run.kept_inputs import strided_copy
+from fuseboard.run.spare_memory import free_bytes
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 
 #: So many bytes are copied without a look at how many are free; and of those, what may be taken.
 _FEW_BYTES, _SHARE = 64 * 2**20, 0.25

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fuseboard import torch_capture, torch_internals
 from fuseboard.beside import beside
 from fuseboard.board import Session
 from fuseboard.capture.call import Compiled, compile_graph
 from fuseboard.capture.carried import NotCarried, unpack
-from fuseboard.captured import CannotCompare
+from fuseboard.capture.comparison import CannotCompare
+from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event
 from fuseboard.errors import CONTAINED, LoweringError
 from fuseboard.lower.caching import Deferred
 from fuseboard.lower.failure import describe
-from fuseboard.original import forward_of
 from fuseboard.pipeline import call_numbers, next_name
-from fuseboard.profile import background
+from fuseboard.profile.choose import background
+from fuseboard.profile.choose.step import COMPILED, EAGER, tell_dynamos_runs
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.admission import why_not_kept
@@ -41,9 +41,10 @@ from fuseboard.run.route import Route
 from fuseboard.run.slices import slices
 from fuseboard.run.states import GraphState, StateMachine
 from fuseboard.run.trial import Trial
-from fuseboard.step import COMPILED, EAGER, tell_dynamos_runs
-from fuseboard.torch_state import StateGuard
-from fuseboard.torch_views import eager_view_strides
+from fuseboard.torch_api import dynamo_graphs as torch_capture
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.state import StateGuard
+from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.desk import desk
 from fuseboard.workshop.request import Answer, Request
 from fuseboard.workshop.tensors import write_inputs

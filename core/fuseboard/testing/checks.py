@@ -16,7 +16,7 @@ from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.contracts import BackendInfo, Claim, Decline, Plan, Region, Verdict
 from fuseboard.errors import CONTAINED, ContractError
-from fuseboard.profile.verify import verify
+from fuseboard.profile.judge.verify import verify
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.testing.compare import first_difference
 from fuseboard.testing.program import Program, observe

@@ -14,7 +14,7 @@ from fuseboard.workshop.tensors import SentInputs
 class Request:
     """A graph of Dynamo's, and a call of it.
 
-    :ivar graph: as :func:`fuseboard.torch_capture.graph_to_bytes` made it.
+    :ivar graph: as :func:`fuseboard.torch_api.dynamo_graphs.graph_to_bytes` made it.
     :ivar static: positions of the inputs that are parameters or buffers.
     :ivar modules: (module, name) of plugins that were registered at run time.
     :ivar frame: names the user's function in reports.

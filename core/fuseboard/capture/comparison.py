@@ -1,0 +1,397 @@
+"""Whether the graphs that AOTAutograd captured compute what Dynamo's own graph does.
+
+Regions are held against what AOTAutograd captured, so what that gets wrong would pass. It does get
+things wrong: it rewrites writes through views (pytorch#198102), and takes some ops apart into
+others that compute something else (pytorch#175154). So while a graph is compiled both are run op by
+op in eager, forward and backward, on the inputs that it is compiled for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from fuseboard.capture.original import forward_of
+from fuseboard.contracts import Boxed
+from fuseboard.errors import CONTAINED
+from fuseboard.lower.failure import describe
+from fuseboard.partition.stages import has_effects
+from fuseboard.profile.choose import background
+from fuseboard.profile.choose.book import Book
+from fuseboard.profile.choose.measure import generators_put_back, without_anomaly_mode
+from fuseboard.profile.judge.replays import replayable
+from fuseboard.profile.judge.rewrites import MEMORY_SHARE, peak_bytes
+from fuseboard.profile.judge.rules import reached_by
+from fuseboard.profile.judge.same_results import Disturbances, difference
+from fuseboard.report.data import CandidateReport
+from fuseboard.report.structured_trace import emit
+from fuseboard.run.entry import Entry, all_running
+from fuseboard.run.kept_inputs import strided_copy
+from fuseboard.run.runner import Runner
+from fuseboard.run.spare_memory import free_bytes
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.symbols import in_the_example, why_unknown
+from fuseboard.work import describe_node
+
+Run = Callable[..., Any]
+
+#: What the two are called where decisions are kept.
+CAPTURED, EAGER = "captured", "eager"
+
+#: Modules of functions that a graph of Dynamo's calls without effects on anything but tensors.
+_PLAIN = frozenset({"_operator", "operator", "math", "builtins", "torch"})
+
+
+class CannotCompare(Exception):
+    """The two can't be run beside the call that is compiled; the text says why."""
+
+
+class Capture:
+    """What AOTAutograd made of a graph, to be compared with it.
+
+    :param graph: Dynamo's.
+    :param compiled: AOTAutograd's function, which calls the entries.
+    :param entries: of the graphs that AOTAutograd captured.
+    :param written: positions of the inputs that a call writes to; None: any.
+    :param fast_random: random numbers needn't be eager's.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        compiled: Run,
+        entries: Sequence[Entry],
+        written: frozenset[int] | None,
+        fast_random: bool,
+    ) -> None:
+        self._graph = graph
+        self._dynamos = forward_of(graph)
+        self._compiled = compiled
+        self._entries = entries
+        self._written = written
+        self._fast_random = fast_random
+
+    def known_difference(self, book: Book | None, inputs: Sequence[Any]) -> str:
+        """The same as :meth:`difference`, found in a book or kept there."""
+        if book is None or book.parts is None:
+            return self.difference(inputs)
+        text = hashlib.sha256(self._graph.code.encode()).hexdigest()
+        book = replace(book, parts={**book.parts, "dynamos": text})
+        if (decision := book.find()) is not None:
+            return next((one.problem for one in decision.candidates), "")
+        problem = self.difference(inputs)
+        told = CandidateReport(CAPTURED, "failed" if problem else "chosen", problem=problem)
+        book.record(EAGER if problem else CAPTURED, [told], settled=True)
+        return problem
+
+    def difference(self, inputs: Sequence[Any]) -> str:
+        """Where AOTAutograd's graphs part from Dynamo's; "" where they don't.
+
+        :param inputs: that the graph is compiled for. They aren't written to.
+        :raises CannotCompare: the reason is the text.
+        """
+        own = self._inputs(inputs)
+        self._must_be_comparable()
+        self._must_have_room(own)
+        want, got = self._eager(own), self._captured(own)
+        if isinstance(want, BaseException) or isinstance(got, BaseException):
+            return _difference_of_errors(want, got)
+        if list(want) != list(got):
+            return "it has other results"
+        disturbed = Disturbances(partial(self._captured, own), got)
+        for name, value in got.items():
+            if problem := difference(value, want[name], disturbed.spreads(name)):
+                return f"{name} {problem}"
+        return ""
+
+    def difference_as_it_runs(self, inputs: Sequence[Any]) -> str:
+        """Where what runs the calls, whatever it is by now, parts from Dynamo's graph; "" if not.
+
+        It is called once before that: its first call may prepare and check what later ones don't.
+
+        :raises CannotCompare: the reason is the text.
+        """
+        own = self._inputs(inputs)
+        self._must_be_comparable()
+        self._must_have_room(own)
+        want = self._eager(own)
+        if isinstance(want, BaseException):
+            raise CannotCompare(f"eager raises {describe(want)}")
+        try:
+            with generators_put_back(), without_anomaly_mode():
+                _results(self._compiled, own)
+                got = _results(self._compiled, own)
+        except CONTAINED as error:
+            return f"it raises {describe(_not_of_memory(error))}"
+        if list(want) != list(got):
+            return "it has other results"
+        for name, value in want.items():
+            if problem := difference(value, got[name], iter(())):
+                break
+        else:
+            return ""
+        # By more than a few roundings: how far apart may it be?
+        captured = self._captured(own)
+        if isinstance(captured, BaseException):
+            raise CannotCompare(f"op by op it raises {describe(captured)}")
+        disturbed = Disturbances(partial(self._captured, own), captured)
+        for name, value in want.items():
+            if problem := difference(value, got[name], disturbed.spreads(name)):
+                return f"{name} {problem}"
+        return ""
+
+    def calls_of(self, inputs: Sequence[Any], run: Run | None = None) -> Callable[[], object]:
+        """What makes a call as the user's, with its backward if there is one.
+
+        :param run: what is called; unless given, what was compiled.
+        :raises CannotCompare: such calls can't be made.
+        """
+        return partial(_results, run or self._compiled, self._inputs(inputs))
+
+    def _eager(self, inputs: _Copies) -> dict[str, Any] | BaseException:
+        try:
+            with generators_put_back(), without_anomaly_mode():
+                return _results(self._dynamos, inputs)
+        except CONTAINED as error:  # the user's own, or a limit of eager's
+            return _not_of_memory(error)
+
+    def _captured(self, inputs: _Copies, seed: int | None = None) -> dict[str, Any] | BaseException:
+        """:param seed: disturb roundings by that."""
+
+        def how(entry: Entry) -> Boxed:
+            return entry.eager if seed is None else entry.disturbed(seed)
+
+        try:
+            running = all_running(self._entries, how)
+            with generators_put_back(), without_anomaly_mode(), running:
+                return _results(self._compiled, inputs)
+        except CONTAINED as error:
+            return _not_of_memory(error)
+
+    def _inputs(self, inputs: Sequence[Any]) -> _Copies:
+        values = []
+        for value in inputs:
+            if why := why_unknown(value):
+                raise CannotCompare(why)
+            values.append(in_the_example(value))
+        if any(isinstance(value, list | tuple | dict) for value in values):
+            raise CannotCompare("an input is a collection, which it may change")
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
+            raise CannotCompare("an input is a tensor of a class of its own")
+        if any(value.layout != torch.strided for value in tensors):
+            raise CannotCompare("an input has no strides")
+        grads = torch.is_grad_enabled()
+        if any(value.is_inference() and (grads or value.requires_grad) for value in tensors):
+            raise CannotCompare("an input was made in inference mode")
+        return _Copies(values, self._written)
+
+    def _must_be_comparable(self) -> None:
+        if torch_internals.saved_tensor_hooks_are_set():
+            raise CannotCompare("hooks of saved tensors are set")
+        graphs = [one for one in self._graph.modules() if isinstance(one, GraphModule)]
+        for owner, node in ((one, node) for one in graphs for node in one.graph.nodes):
+            if not _is_plain(node):
+                raise CannotCompare(f"{node.name} may do anything")
+            if "checkpoint" in getattr(node.target, "__name__", ""):
+                raise CannotCompare("it has checkpoints, whose code eager runs twice")
+            if self._written != frozenset() and _is_held(node, owner):
+                raise CannotCompare(f"it may write to {node.target}, which Dynamo's graph holds")
+        self._must_be_repeatable()
+
+    def _must_be_repeatable(self) -> None:
+        for graph in (entry.captured for entry in self._entries):
+            if any(map(has_effects, graph.graph.nodes)):
+                raise CannotCompare("it has effects")
+            if why := replayable(graph):
+                raise CannotCompare(why)
+            reached = reached_by(graph, {}).values()
+            if any(what.memory for what in reached):
+                raise CannotCompare("uninitialised memory reaches a result")
+            if self._fast_random and any(what.random for what in reached):
+                raise CannotCompare("its random numbers needn't be eager's")
+
+    def _must_have_room(self, inputs: _Copies) -> None:
+        """Eager holds what it does anyway; the results of both runs come on top, and copies."""
+        graphs = [entry.captured for entry in self._entries]
+        values = (node.meta.get("val") for graph in graphs for node in graph.graph.nodes)
+        device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+        free = None if device is None else free_bytes(device)
+        needed = 2 * (sum(map(peak_bytes, graphs)) + inputs.copied_bytes)
+        if free is not None and needed > MEMORY_SHARE * free:
+            raise CannotCompare(
+                f"running both would take {needed / 2**20:.0f} MiB of the {free / 2**20:.0f} MiB "
+                "that are free"
+            )
+
+
+def give_up(runner: Runner, instead: str, problem: str = "") -> None:
+    """Nobody is to call, or to wait for, what was compiled of a graph: Dynamo's own runs.
+
+    :param instead: why, in a sentence.
+    :param problem: of all that was compiled; "" where it is right, and was slower.
+    """
+    report = runner.report
+    if runner.chooser is not None:
+        background.leave(runner.chooser)
+    runner.chooser, report.settled, report.instead = None, True, instead
+    report.regions.clear()
+    report.nodes[:] = [
+        describe_node(node, "eager", "", "Dynamo's own graph runs")
+        for node in runner.board.graph.graph.nodes
+        if node.op == "call_function"
+    ]
+    for candidate in report.candidates:
+        if problem:
+            right = candidate.name == "eager"
+            candidate.state, candidate.problem = ("chosen", "") if right else ("failed", problem)
+        elif candidate.state == "chosen" and candidate.name != "eager":
+            candidate.state = "slower"
+    emit(report)
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a node of Dynamo's graph does nothing but compute, and write to tensors."""
+    if node.op == "call_method":
+        return node.target not in {"backward", "register_hook"}
+    if node.op != "call_function":
+        return node.op != "call_module"
+    target = node.target
+    if isinstance(target, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
+        return True  # what these do, AOTAutograd's graph tells
+    return (getattr(target, "__module__", None) or "torch").split(".")[0] in _PLAIN
+
+
+def _is_held(node: Node, owner: GraphModule) -> bool:
+    """Whether a node is a tensor that a graph holds."""
+    held = getattr(owner, str(node.target), None) if node.op == "get_attr" else None
+    return isinstance(held, torch.Tensor)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Inputs for runs beside a call: what is written to, and what shares its memory, anew.
+
+    :ivar anew: positions of these.
+    :raises CannotCompare: there is an input that no copy stands for.
+    """
+
+    def __init__(self, values: Sequence[Any], written: frozenset[int] | None) -> None:
+        self._values = values
+        tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        places = [i for i in tensors if written is None or i in written]
+        addresses = {torch_internals.storage_address(values[i]) for i in places}
+        self.anew = {i for i in tensors if torch_internals.storage_address(values[i]) in addresses}
+        if torch.is_grad_enabled() and any(
+            values[i].requires_grad and not values[i].is_leaf for i in self.anew
+        ):
+            raise CannotCompare("an input that is written to has a gradient that others computed")
+
+    @property
+    def copied_bytes(self) -> int:
+        """All the memory that a view is of is copied with it."""
+        storages = [self._values[i].untyped_storage() for i in self.anew]
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+    def made(self) -> list[Any]:
+        """New inputs, with what they are to each other."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        made: dict[int, Any] = {}  # one object given twice stays one
+        return [
+            made.setdefault(id(value), self._made(i, value, storages))
+            if isinstance(value, torch.Tensor)
+            else value
+            for i, value in enumerate(self._values)
+        ]
+
+    def _made(self, number: int, value: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
+        if number not in self.anew and not torch.is_grad_enabled():
+            return value  # what is prepared from weights belongs to these very tensors
+        copy = value.detach()
+        if number in self.anew:
+            address = torch_internals.storage_address(value)
+            if address not in storages:
+                storages[address] = value.untyped_storage().clone()
+            copy = torch.empty(0, dtype=value.dtype, device=value.device)
+            copy.set_(storages[address], value.storage_offset(), value.shape, value.stride())
+            copy = torch._neg_view(copy) if value.is_neg() else copy
+            copy = copy.conj() if value.is_conj() else copy
+        return copy.requires_grad_(value.requires_grad)
+
+
+def _results(run: Run, inputs: _Copies) -> dict[str, Any]:
+    """What a call gives and leaves, by names for people: results, what it wrote to, gradients."""
+    given = inputs.made()
+    results = tree_leaves(run(*given))
+    found = {f"output {i}": value for i, value in enumerate(results)}
+    found |= {f"input {i} after the call": given[i] for i in sorted(inputs.anew)}
+    found = {name: _kept(value) for name, value in found.items()}
+    if torch.is_grad_enabled():
+        found |= _gradients(results, given)
+        torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
+    return found
+
+
+def _kept(value: Any) -> Any:
+    """A result as it is now; a backward may write to it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided or value.is_quantized:
+        return None
+    return strided_copy(value).requires_grad_(value.requires_grad)
+
+
+def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, Any]:
+    ends = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad and r.grad_fn]
+    wanted = {
+        i: value
+        for i, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+    }
+    if not ends or not wanted:
+        return {}
+    given = list(map(_uneven, ends))
+    with torch_internals.without_autocast():
+        grads = torch.autograd.grad(ends, list(wanted.values()), given, allow_unused=True)
+    return {f"the gradient of input {i}": g for i, g in zip(wanted, grads, strict=True)}
+
+
+def _uneven(result: torch.Tensor) -> torch.Tensor:
+    """A gradient for a result that doesn't hide what moves from one element to another."""
+    steps = torch.arange(result.numel(), dtype=torch.float64, device=result.device)
+    return (1 + 0.5 * steps.sin()).to(result.dtype).reshape(result.shape)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _not_of_memory(error: BaseException) -> BaseException:
+    """The error of a run, unless it is that memory ran short, as it may beside the other's results.
+
+    :raises CannotCompare: it is.
+    """
+    short = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if short or "can't allocate memory" in str(error):  # what torch says of the CPU's
+        raise CannotCompare(f"memory ran short: {describe(error)}") from error
+    return error
+
+
+def _difference_of_errors(want: Any, got: Any) -> str:
+    """What to say where one of the runs raised.
+
+    :raises CannotCompare: both did, as for an index out of range.
+    """
+    if not isinstance(got, BaseException):
+        return f"Dynamo's raises {describe(want)}, it doesn't"
+    if isinstance(want, BaseException):
+        raise CannotCompare(f"eager raises {describe(want)}") from want
+    return f"it raises {describe(got)}"

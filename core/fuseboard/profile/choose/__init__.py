@@ -1,0 +1,1 @@
+"""What is fastest: candidates, comparisons and decisions."""

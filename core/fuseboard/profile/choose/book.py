@@ -1,0 +1,199 @@
+"""A graph's page in the cost database: what decides which entry is its own, and what is in it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard.board import Session
+from fuseboard.contracts import GraphKind
+from fuseboard.lower.cache_keys import (
+    NotCacheable,
+    call_parts,
+    code_hash,
+    graph_parts,
+    plugin_options_text,
+)
+from fuseboard.profile.costs.database import (
+    CandidateCost,
+    CostDatabase,
+    Decision,
+    database,
+    decision_key,
+)
+from fuseboard.profile.costs.rows import NOT_TRIED
+from fuseboard.report.data import CandidateReport, GraphReport
+
+Level = Literal["graph", "region", "step", "capture", "call"]
+
+#: Settings that change which candidates there are, or what is right.
+_SETTINGS = (
+    "backends",
+    "exclude",
+    "fuse_limit",
+    "fuse_skip",
+    "hoist",
+    "isolate",
+    "margin",
+    "max_shapes",
+    "dynamic",
+    "merge_regions",
+    "min_region_us",
+    "pin",
+    "prepare_memory",
+    "random",
+    "repeats",
+    "stages",
+    "verify",
+)
+
+
+@dataclass(frozen=True)
+class Book:
+    """Where the decision about one graph, or one piece of it, is found and kept.
+
+    :ivar parts: what the decision depends on; None where something has no name elsewhere.
+    """
+
+    database: CostDatabase
+    parts: dict[str, str] | None
+    report: GraphReport
+    level: Level = "graph"
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        graph: GraphModule,
+        kind: GraphKind,
+        static: Collection[int],
+        report: GraphReport,
+        level: Level = "graph",
+    ) -> Book:
+        """The page of a graph as captured, or of a piece.
+
+        :param static: positions of its inputs that are weights.
+        """
+        costs = database(session.settings)
+        try:
+            parts = graph_parts(graph, kind, sorted(static))
+            parts["backends"] = "; ".join(_backends(session))
+            parts["settings"] = _settings(session)
+        except NotCacheable as error:
+            report.notes.append(f"its decision isn't kept: {error}")
+            return cls(costs, None, report, level)
+        return cls(costs, parts, report, level)
+
+    @classmethod
+    def of_dynamos(
+        cls,
+        session: Session,
+        graph: GraphModule,
+        report: GraphReport,
+        inputs: Sequence[torch.Tensor],
+        static: Collection[int],
+        around: str,
+    ) -> Book:
+        """The page of a graph of Dynamo's: whether its candidates were tried in another process.
+
+        :param inputs: real ones.
+        :param around: what results depend on besides.
+        """
+        costs = database(session.settings)
+        try:
+            parts = call_parts(graph, inputs, sorted(static))
+            parts["around the call"] = around
+            parts["backends"] = "; ".join(_backends(session))
+            parts["settings"] = _settings(session)
+        except NotCacheable:
+            return cls(costs, None, report, "call")
+        return cls(costs, parts, report, "call")
+
+    def find(self) -> Decision | None:
+        """What was decided before; a note says what differs where something nearly was."""
+        if self.parts is None:
+            return None
+        found = self.database.find(decision_key(self.level, self.parts))
+        self._note_trouble()
+        if found is not None or self.level != "graph":
+            return found
+        if differs := self.database.nearest(self.level, self.parts):
+            self.report.notes.append(
+                "not in the cost database, where a decision on the same graph differs in: "
+                + ", ".join(differs)
+            )
+        return None
+
+    def record(
+        self,
+        winner: str,
+        candidates: Sequence[CandidateReport],
+        settled: bool,
+        undecided: Collection[str] = (),
+    ) -> None:
+        """Keep a decision.
+
+        :param undecided: names of candidates that a later process tries as if this one hadn't.
+        """
+        if self.parts is None:
+            return
+        costs = [_cost(told, told.name in undecided) for told in candidates]
+        self.database.record(
+            Decision(
+                key=decision_key(self.level, self.parts),
+                parts=self.parts,
+                level=self.level,
+                winner=winner,
+                candidates=tuple(costs),
+                title=f"{self.report.kind} {self.report.frame}",
+                settled=settled and not undecided,
+                created=time.time(),
+            )
+        )
+        self._note_trouble()
+
+    def _note_trouble(self) -> None:
+        problem = self.database.problem
+        if problem and problem not in self.report.notes:
+            self.report.notes.append(problem)
+
+
+def _backends(session: Session) -> list[str]:
+    """Each backend with all that its code may depend on."""
+    return [
+        " ".join(
+            [
+                info.name,
+                info.fingerprint,
+                code_hash(home) if (home := session.home(info.name)) else "",
+                plugin_options_text(session.options(info.name)),
+            ]
+        )
+        for info in session.backends
+    ]
+
+
+def _settings(session: Session) -> str:
+    values: dict[str, Any] = {name: getattr(session.settings, name) for name in _SETTINGS}
+    return json.dumps(values, sort_keys=True, default=repr)
+
+
+def _cost(told: CandidateReport, undecided: bool) -> CandidateCost:
+    problem = told.problem
+    if undecided or (not problem and told.state in ("waiting", "untried")):
+        problem = NOT_TRIED
+    return CandidateCost(
+        name=told.name,
+        latency_us=told.latency_us,
+        low_us=told.low_us,
+        high_us=told.high_us,
+        compile_s=told.compile_s,
+        peak_bytes=told.peak_bytes,
+        problem=problem,
+    )

@@ -1,0 +1,1 @@
+"""What was decided before: the cost database."""

@@ -1,0 +1,1 @@
+"""What happens in a program: traces, sampling, memory."""

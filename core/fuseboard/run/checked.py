@@ -1,0 +1,298 @@
+"""Regions in a checked call: what they return is held against what they promised, and computes.
+
+They run on copies of their inputs, which are compared with these after the call. Where every call
+is checked, later ones run on the inputs themselves, and copies tell what to undo: code may keep
+something for addresses that come again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard.board import Session
+from fuseboard.board.deadline import deadline
+from fuseboard.contracts import Boxed, Region, Verdict
+from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
+from fuseboard.lower.eager import boxed_function
+from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.profile.judge.parting import first_parting
+from fuseboard.profile.judge.reference import Reference, make_reference, replayable
+from fuseboard.profile.judge.replays import why_it_writes
+from fuseboard.profile.judge.verify import verify
+from fuseboard.report.data import GraphReport
+from fuseboard.run.copies import Copies, Kept, Watch
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.state import CALL_PARTS, StateGuard
+
+#: Seconds that a region's call may take while it is judged, on top of a multiple of what eager and
+#: the float64 run took; ``hook_limit_s`` is the limit in any case.
+CALL_LIMIT_S, CALL_LIMIT_FACTOR = 60.0, 20.0
+
+
+@dataclass
+class Proofs:
+    """What checked functions hold regions against, and which code has passed.
+
+    :ivar values: hold outputs against a float64 run of the region, where its code hasn't passed.
+    :ivar strides: hold strides against torch's fake values, where eager's aren't known. Those of
+        what was held against eager before may be others.
+    :ivar inputs: a region whose code hasn't passed runs on copies of its inputs; or on the inputs,
+        and what it writes is undone; or nobody looks.
+    :ivar again: hold against all that also what has passed.
+    :ivar passed: the code whose values were right; by ``id``, with the code, which keeps it alive.
+    :ivar references: regions that several programs have in common are run once. None: kept nowhere.
+    :ivar kept: copies of the graph's inputs.
+    """
+
+    values: bool = True
+    strides: bool = True
+    inputs: Literal["copied", "watched", "unseen"] = "copied"
+    again: bool = False
+    passed: dict[int, Any] = field(default_factory=dict)
+    references: dict[Any, Reference | str] | None = None
+    kept: Kept | None = None
+
+
+class CheckedRegion:
+    """A region's callable in a checked call.
+
+    :param region: as it was cut; its graph is what the values are held against.
+    :param code: what isomorphic regions share.
+    :param expected: fake values of its outputs.
+    :param lower_part: compiles a part of the region as the region was compiled.
+    :param inner: positions of outputs that nothing but other regions reads.
+    :param is_eager: the code is the region's graph, op by op.
+    :param prepared: so many of the last arguments were prepared from weights.
+    :param trusted: nobody's code but the board's own runs.
+    :param seen: is given the results of a call that was right.
+    :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        call: Boxed,
+        code: Boxed,
+        expected: tuple[Any, ...],
+        session: Session,
+        report: GraphReport,
+        proofs: Proofs,
+        key: Any = None,
+        lower_part: Callable[[GraphModule], Boxed] | None = None,
+        inner: frozenset[int] = frozenset(),
+        is_eager: bool = False,
+        prepared: int = 0,
+        trusted: bool = False,
+        seen: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        self._region = region
+        self._call = call
+        self._code = code
+        self._session = session
+        self._report = report
+        self._proofs = proofs
+        self._expected = expected
+        self._key = key
+        self._lower_part = lower_part
+        self._inner = inner
+        self._is_eager = is_eager
+        self._prepared = prepared
+        self._trusted = trusted
+        self._seen = seen
+
+    def __call__(self, args: list[Any], values: Sequence[Any] | None = None) -> Sequence[Any]:
+        """
+        :param args: what the region's code takes.
+        :param values: the region's own inputs, where the code takes others.
+        :raises WrongValues: it computes something else.
+        :raises ContractError: it breaks another promise.
+        :raises NotEnoughMemory: there is no room for copies of its inputs.
+        """
+        inputs = list(args)
+        own = inputs if values is None else values
+        start = time.perf_counter()
+        reference = self._reference(own)
+        result = self._result(args, time.perf_counter() - start)
+        verdict = self._verdict(result, inputs, reference)
+        if not verdict.ok:
+            where = self._where(own) if verdict.by_value else ""
+            raise self._broken(verdict.problem + where, verdict.by_value)
+        if reference is not None:
+            self._proofs.passed[id(self._code)] = self._code
+        if self._seen is not None:
+            self._seen(result)
+        return result
+
+    @property
+    def _has_passed(self) -> bool:
+        return id(self._code) in self._proofs.passed and not self._proofs.again
+
+    def _result(self, args: list[Any], reference_s: float) -> Sequence[Any]:
+        """
+        :raises ContractError: it wrote to what it was given.
+        """
+        graph, how = self._region.graph, self._proofs.inputs
+        if how == "unseen" or self._trusted or self._has_passed or why_it_writes(graph):
+            return self._guarded(args, reference_s)
+        whole = any("as_strided" in str(node.target) for node in graph.graph.nodes)
+        copies = Copies(args, self._prepared, whole, self._proofs.kept)
+        for number in copies.bare:
+            self._note(f"{self._region.name}: whether it writes to input {number} isn't known")
+        watch = Watch(copies) if how == "watched" else None
+        try:
+            result = self._guarded(args if watch is not None else list(copies.values), reference_s)
+        finally:
+            written = copies.written() if watch is None else watch.undo()
+        if written:
+            raise self._broken(f"the lowered region wrote to its inputs {written}")
+        return result if watch is not None else copies.back(result)
+
+    def _guarded(self, args: list[Any], reference_s: float) -> Sequence[Any]:
+        """The call, within a limit of time, and held to leaving the process as it is.
+
+        :param reference_s: what eager and the float64 run took.
+        :raises HookTimeout: it took longer than it may.
+        :raises ContractError: it changed something; that is put back.
+        """
+        if self._is_eager:
+            return self._call(args)
+        limit_s = self._session.settings.hook_limit_s
+        if self._proofs.values:
+            limit_s = min(limit_s, CALL_LIMIT_S + CALL_LIMIT_FACTOR * reference_s)
+
+        def late() -> Exception:
+            return HookTimeout(
+                self._region.backend, "fuseboard_lower", f"a call took over {limit_s:.3g} s"
+            )
+
+        with StateGuard(CALL_PARTS) as state, deadline(limit_s, late):
+            result = self._call(args)
+        if left := state.told("answers"):
+            raise self._broken(f"its call changed {left}, which was put back")
+        return result
+
+    def _reference(self, inputs: Sequence[Any]) -> Reference | None:
+        """What the outputs are held against; None where they aren't judged by value.
+
+        Raises what eager raises on these inputs, which is the user's own error.
+        """
+        proofs = self._proofs
+        if not proofs.values or self._is_eager or self._has_passed:
+            return None
+        known = None
+        if proofs.references is not None and self._key is not None:
+            known = proofs.references.get(self._key)
+        if known is None:
+            known = replayable(self._region.graph) or self._run(self._region.graph, inputs)
+            if proofs.references is not None and self._key is not None:
+                proofs.references[self._key] = known
+        if isinstance(known, str):
+            self._note(f"{self._region.name} isn't judged by value: {known}")
+            return None
+        for note in known.notes:
+            self._note(f"{self._region.name}: {note}")
+        return known
+
+    def _run(self, graph: GraphModule, inputs: Sequence[Any]) -> Reference | str:
+        with torch_internals.real_tensors():
+            try:
+                return replace(make_reference(graph, inputs), inner=self._inner)
+            except Exception as error:  # an op may raise anything, in float64 alone or in eager too
+                boxed_function(graph, f"{self._region.name}.eager")(list(inputs))
+                return f"{type(error).__name__}: {error}"
+
+    def _where(self, inputs: Sequence[Any]) -> str:
+        """The first op whose values are wrong, as a further sentence; "" where it can't be told."""
+        lower = self._lower_part
+        if lower is None:
+            return ""
+        try:
+            with torch_internals.real_tensors():
+                parting = first_parting(self._region.graph, inputs, lambda graph, _: lower(graph))
+        except CONTAINED as error:  # the backend may do anything with a part
+            return f". Where it parts from the right values isn't known: {describe(error)}"
+        if parting is None:
+            return ". Compiled once more, it was right"
+        among = "" if parting.within == 1 else f" or one of the {parting.within - 1} ops before it"
+        source = f" ({parting.source})" if parting.source else ""
+        return f". The first op whose values are wrong: {parting.target}{source}{among}"
+
+    def _note(self, text: str) -> None:
+        if text not in self._report.notes:
+            self._report.notes.append(text)
+
+    def _broken(self, problem: str, by_value: bool = False) -> ContractError:
+        kind = WrongValues if by_value else ContractError
+        return kind(self._region.backend, "fuseboard_lower", problem)
+
+    def _laid_out_as(self, result: Any) -> tuple[Any, ...]:
+        """The fake values of the outputs, with a result's strides where it has as many."""
+        if not isinstance(result, list | tuple) or len(result) != len(self._expected):
+            return self._expected
+        return tuple(
+            want.new_empty_strided(want.shape, got.stride())
+            if _strided(want) and _strided(got) and want.dim() == got.dim()
+            else want
+            for want, got in zip(self._expected, result, strict=True)
+        )
+
+    def _verdict(self, result: Any, inputs: list[Any], reference: Reference | None) -> Verdict:
+        """The verify hook's; where it fails the policy decides, and the default stands in."""
+        region, session, report = self._region, self._session, self._report
+        arguments: dict[str, Any] = {
+            "region": region,
+            "expected": self._expected if self._proofs.strides else self._laid_out_as(result),
+            "result": result,
+            "inputs": inputs,
+            "reference": reference,
+        }
+        try:
+            _, verdict = session.first("fuseboard_verify", **arguments)
+        except PluginError as error:
+            if decide(session, region.name, error.plugin, "profile", error) == "raise":
+                raise
+            instead = "the default check"
+            trip(report, error.plugin, "profile", region.name, error, instead, region.source)
+            verdict = verify(**arguments)
+        return verdict  # type: ignore[no-any-return]
+
+
+class CheckedPrepare:
+    """What prepares values from weights: on copies, until it was seen not to write to them.
+
+    :param call: boxed.
+    :param plugin: whose code it is.
+    """
+
+    def __init__(self, call: Boxed, plugin: str) -> None:
+        self._call = call
+        self._plugin = plugin
+        self._has_passed = False
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """
+        :raises ContractError: it wrote to the weights.
+        :raises NotEnoughMemory: there is no room for copies of them.
+        """
+        if self._has_passed:
+            return self._call(args)
+        copies = Copies(args)
+        try:
+            result = self._call(list(copies.values))
+        finally:
+            written = copies.written()
+        if written:
+            problem = f"what prepares weights wrote to those at {written}"
+            raise ContractError(self._plugin, "fuseboard_fuse", problem)
+        self._has_passed = True
+        return copies.back(result)  # type: ignore[no-any-return]
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided

@@ -1,0 +1,180 @@
+"""What AOTAutograd calls for a graph that it captured, and that graph run op by op."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx import GraphModule, Node
+
+from fuseboard.contracts import Boxed
+from fuseboard.lower.eager import boxed_function
+from fuseboard.profile.judge.interpret import Disturbed, Eager, run
+from fuseboard.torch_api import internals as torch_internals
+
+
+class Entry:
+    """The way into one graph's code.
+
+    :param captured: the graph as AOTAutograd gave it; it isn't changed.
+    :ivar function: what a call executes; something has to be put there.
+    """
+
+    function: Boxed
+    _usual: Boxed
+
+    def __init__(self, captured: GraphModule, name: str) -> None:
+        self.captured = captured
+        self.name = name
+        self._instead: Boxed | None = None
+        self._lock = threading.Lock()
+
+    def boxed(self) -> Boxed:
+        """What AOTAutograd gets: looks up the current function.
+
+        What is compiled knows nothing of the tangents that inputs have under forward-mode AD.
+        """
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            if forward_ad._current_level >= 0:
+                return self.eager(args)
+            return self.function(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def put(self, function: Boxed) -> None:
+        """Let calls go to ``function``."""
+        with self._lock:
+            self._usual = function
+            self.function = self._instead or function
+
+    def put_before(self, function: Boxed | None) -> None:
+        """Let calls go to ``function`` whatever is put there, until it is taken back with None."""
+        with self._lock:
+            self._instead = function
+            self.function = function or self._usual
+
+    @functools.cached_property
+    def eager(self) -> Boxed:
+        """The captured graph, op by op."""
+        return boxed_function(self.captured, self.name)
+
+    def disturbed(self, seed: int) -> Boxed:
+        """The same with roundings disturbed."""
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            inputs = list(args)
+            args.clear()
+            return run(self.captured, inputs, Disturbed(set(), seed))
+
+        return call
+
+
+class BackwardEntry(Entry):
+    """The way into the code of a backward graph, which may be called from other surroundings.
+
+    The graph is captured for plain gradients and with autocast off, as torch recommends to call
+    ``backward()``. Eager's backward is whatever autograd's formulas make of batched gradients
+    (``is_grads_batched``), or of an autocast that is on around ``backward()``. In such calls the
+    graph runs op by op.
+
+    :param note: is told, once each, why calls run op by op.
+    """
+
+    def __init__(self, captured: GraphModule, name: str, note: Callable[[str], None]) -> None:
+        super().__init__(captured, name)
+        self._note = note
+        self._around = threading.local()
+        #: Whether autocast changes what the ops compute; None: not known yet.
+        self._autocast_matters: bool | None = None
+
+    def boxed(self) -> Boxed:
+        """What AOTAutograd gets."""
+        batched, autocast = torch_internals.gradients_are_batched, self._autocast_is_on
+        modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            if modes():  # eager's backward is C++, which asks none
+                with torch_internals.without_function_modes():
+                    return call(args)
+            if batched():
+                return self._op_by_op(args)
+            if autocast():
+                return self._under_autocast(args)
+            return self.function(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def look_around(self) -> None:
+        """See whether autocast is on where a backward is called from.
+
+        AOTAutograd switches it off for the call itself, if the forward is under autocast.
+        """
+        self._around.autocast = torch_internals.autocast_is_on()
+
+    def _autocast_is_on(self) -> bool:
+        around, self._around.autocast = getattr(self._around, "autocast", False), False
+        return around or torch_internals.autocast_is_on()
+
+    def _op_by_op(self, args: list[Any]) -> Sequence[Any]:
+        self._note("called with batched gradients: runs op by op then, and isn't judged")
+        return self.eager(args)
+
+    def _under_autocast(self, args: list[Any]) -> Sequence[Any]:
+        if self._autocast_matters is False:
+            with torch_internals.without_autocast():
+                return self.function(args)
+        inputs = list(args)
+        args.clear()
+        recast = _Recast()
+        with torch_internals.autocast_again():
+            results = run(self.captured, inputs, recast)
+        if self._autocast_matters is None:
+            self._autocast_matters = recast.differed
+            if recast.differed:
+                self._note(
+                    "backward() is called under autocast, which casts what it computes in another "
+                    "dtype than outside: runs op by op then; call backward() outside of autocast"
+                )
+        return results
+
+
+class _Recast(Eager):
+    """Each op under autocast; its result in the dtype that it was captured with.
+
+    Autograd casts gradients likewise, to the dtype of what they are gradients of.
+
+    :ivar differed: whether autocast gave a result another dtype.
+    """
+
+    differed = False
+
+    def computed(self, node: Node, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._recast(super().computed(node, target, args, kwargs), node.meta.get("val"))
+
+    def _recast(self, value: Any, form: Any) -> Any:
+        if isinstance(value, torch.Tensor) and isinstance(form, torch.Tensor):
+            self.differed |= value.dtype != form.dtype
+            return value.to(form.dtype)
+        if isinstance(value, list | tuple) and isinstance(form, list | tuple):
+            return [self._recast(*pair) for pair in zip(value, form, strict=True)]
+        return value
+
+
+@contextmanager
+def all_running(entries: Sequence[Entry], how: Callable[[Entry], Boxed]) -> Iterator[None]:
+    """For the block, let calls of each go to what ``how`` gives for it."""
+    try:
+        for entry in entries:
+            entry.put_before(how(entry))
+        yield
+    finally:
+        for entry in entries:
+            entry.put_before(None)

@@ -1,0 +1,75 @@
+"""The inputs of a graph's first call, for who compares candidates without another call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fuseboard.torch_api.state import ANSWER_PARTS, read_state
+
+
+class KeptInputs:
+    """The first inputs of a graph: weights by weak reference, all else as copies."""
+
+    def __init__(self) -> None:
+        self._values: list[Callable[[], Any]] | None = None
+        #: What results depended on in that call.
+        self.state: list[Any] = []
+
+    def keep(self, inputs: Sequence[Any], static: Collection[int], limit_bytes: int) -> None:
+        """Keep inputs unless there are some, or they are too large."""
+        copied = [
+            value
+            for i, value in enumerate(inputs)
+            if i not in static and isinstance(value, torch.Tensor)
+        ]
+        size = sum(value.numel() * value.element_size() for value in copied)
+        if self._values is not None or size > limit_bytes:
+            return
+        self.state = read_state(ANSWER_PARTS)
+        with torch.no_grad():
+            self._values = [
+                weakref.ref(value)
+                if i in static and isinstance(value, torch.Tensor)
+                else partial(_as_it_is, strided_copy(value))
+                for i, value in enumerate(inputs)
+            ]
+
+    def inputs(self) -> list[Any] | None:
+        if self._values is None:
+            return None
+        values = [value() for value in self._values]
+        return None if any(value is None for value in values) else values
+
+    def clear(self) -> None:
+        self._values = None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def strided_copy(value: Any) -> Any:
+    """A copy with the same strides: gaps and repeated elements, which ``clone`` leaves out.
+
+    Lazily conjugated and negated ones stay so: a compiler may not look at these bits.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if value.layout != torch.strided:
+        return value.clone()
+    if value.is_neg():
+        return torch._neg_view(strided_copy(torch._neg_view(value)))
+    if value.is_conj():
+        return strided_copy(value.conj()).conj()
+    strides = value.stride()
+    # An expanded tensor has one element in several places and takes no copy.
+    shape = [1 if stride == 0 else n for n, stride in zip(value.shape, strides, strict=True)]
+    once = value.as_strided(shape, strides)
+    copy = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(once)
+    return copy.as_strided(value.shape, strides)

@@ -1,0 +1,444 @@
+"""A way to run a graph: its regions' code, and the flat functions that call it.
+
+Each function is generated. The *plain* one holds the weights check and the region calls, and sends
+some calls to one that looks at what they return, too; the *checked* one holds each region's outputs
+against its contract; a *trial* lets exceptions pass, for who compares programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, GraphKind
+from fuseboard.lower.codegen import Source
+from fuseboard.lower.lowering import Lowered
+from fuseboard.partition.regions import Cut
+from fuseboard.report.data import GraphReport
+from fuseboard.report.nodes import modules_text
+from fuseboard.run.checked import CheckedRegion, Proofs
+from fuseboard.run.liveness import drops, needed_nodes
+from fuseboard.run.outputs import Output, is_cheap, seen, write_check, write_detour
+from fuseboard.run.weights import WeightSets, address_of, run_prepare
+from fuseboard.torch_api.profiler import Spanned
+
+_WEIGHTS_CHECK = (
+    "if tuple(map({version}, {w})) != {e}.versions"
+    " or tuple(map({address}, {w})) != {e}.addresses"
+    " or not {e}.samples.unchanged():"
+)
+
+#: In the place of a site's number: the call was made without prepared values.
+WITHOUT = -2
+
+
+@dataclass
+class Site:
+    """One call of a region in the graph.
+
+    :ivar is_dynamo_graph: the code is that of Dynamo's graph, not of the region's own.
+    :ivar outputs: what they were like in the last checked call; empty before one.
+    """
+
+    cut: Cut
+    lowered: Lowered
+    is_dynamo_graph: bool = False
+    outputs: tuple[Output, ...] = ()
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether its code is the region's graph op by op, which values are held against."""
+        return self.lowered.region.backend == "eager" and not self.is_dynamo_graph
+
+    def span(self) -> str:
+        """What traces call it: its region, the backend, the user's modules."""
+        region = self.lowered.region
+        return f"{region.name} [{region.backend}] {modules_text(self.cut.nodes)}".rstrip()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nobody's code but the board's own runs."""
+        return self.lowered.region.backend == "eager" and self.lowered.call is self.lowered.code
+
+    def see(self, results: Sequence[Any]) -> None:
+        """Note what the outputs of a checked call are like."""
+        self.outputs = seen([node.meta["val"] for node in self.cut.outputs], results)
+
+
+@dataclass(frozen=True)
+class Board:
+    """What all programs of one graph share.
+
+    :ivar graph: the graph as it was cut, without changes by any backend.
+    :ivar kept: the board's own nodes, in order.
+    :ivar results: what the graph returns.
+    :ivar bucket: an expression of ``args`` that tells like sizes from others; "" for static graphs.
+    :ivar buckets: of the calls that were checked.
+    """
+
+    graph: GraphModule
+    kind: GraphKind
+    kept: Sequence[Node]
+    results: tuple[Any, ...]
+    session: Session
+    report: GraphReport
+    bucket: str = ""
+    buckets: set[Any] = field(default_factory=set)
+
+
+class Handlers(Protocol):
+    """What a function calls when something is wrong; see :class:`fuseboard.run.runner.Runner`."""
+
+    def finish(
+        self, program: Program, results: tuple[Any, ...], inputs: list[Any]
+    ) -> tuple[Any, ...]: ...
+
+    def recover(
+        self,
+        lowered: Sequence[Lowered],
+        error: BaseException,
+        number: int,
+        inputs: list[Any],
+        random_state: torch.Tensor | None = None,
+    ) -> Sequence[Any]: ...
+
+    def blame(
+        self, lowered: Sequence[Lowered], error: BaseException, number: int
+    ) -> BaseException: ...
+
+    def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]: ...
+
+    def without(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]: ...
+
+
+class Program:
+    """Regions in the order to call them, with the prepared values of their weights.
+
+    :ivar sets: None where nothing is hoisted.
+    """
+
+    def __init__(self, board: Board, sites: list[Site]) -> None:
+        self.board = board
+        self.sites = sites
+        self._weights: list[Node] = []
+        self._first_value: dict[int, int] = {}
+        self.sets = self._weight_sets()
+
+    def _weight_sets(self) -> WeightSets | None:
+        functions: list[tuple[Boxed, tuple[int, ...]]] = []
+        total = 0
+        for number, site in enumerate(self.sites):
+            lowered = site.lowered
+            if lowered.prepare is None:
+                continue
+            used = [site.cut.inputs[i] for i in lowered.uses]
+            self._weights.extend(node for node in used if node not in self._weights)
+            functions.append((lowered.prepare, tuple(self._weights.index(n) for n in used)))
+            self._first_value[number] = total
+            total += lowered.values
+        if not functions:
+            return None
+        prepare = Spanned(run_prepare(functions), f"prepare {self.board.report.name}")
+        return WeightSets.of(prepare, self.board.session.settings)
+
+    # --- the functions --------------------------------------------------------------------------
+
+    def plain(self, handlers: Handlers, cloned: frozenset[int]) -> Boxed:
+        """What calls run.
+
+        :param cloned: positions of outputs that are cloned.
+        """
+
+        def made(looks: bool, looking: Boxed | None = None) -> Boxed:
+            if self._passes_through(cloned):
+                return self._passing(handlers, looks, looking)
+            return self._contained(handlers, cloned, None, looks, looking)
+
+        watched = [site for site in self.sites if site.outputs and not site.trusted]
+        if not watched:
+            return made(looks=False)
+        looking = made(looks=True)
+        nodes = [node for site in watched for node in site.cut.nodes]
+        if is_cheap(sum(len(site.outputs) for site in watched), nodes):
+            return looking
+        return made(looks=False, looking=looking)
+
+    def checked(self, handlers: Handlers, cloned: frozenset[int], proofs: Proofs) -> Boxed:
+        """What the first call runs."""
+        return self._contained(handlers, cloned, proofs)
+
+    def trial(self, proofs: Proofs | None) -> Boxed:
+        """The program by itself: whatever is wrong is raised.
+
+        :param proofs: where outputs are to be checked.
+        """
+        source = Source()
+        name = source.unique(f"{self.board.report.name}_trial")
+        names, _ = self._open(source)
+        self._write_weights_check(source, names, 1)
+        self._write_body(source, names, 1, proofs, contained=False, local="")
+        source.line(f"return {self._result(source, names, frozenset())}")
+        source.spans.clear()  # it may be timed, and spans take time
+        return source.function(name, "args")
+
+    def _contained(
+        self,
+        handlers: Handlers,
+        cloned: frozenset[int],
+        proofs: Proofs | None,
+        looks: bool = False,
+        looking: Boxed | None = None,
+    ) -> Boxed:
+        source = Source()
+        name = source.unique(self.board.report.name)
+        write_detour(source, looking)
+        checked = proofs is not None
+        contained = checked or self.board.kind != "backward"
+        if not checked:
+            self._write_sizes_check(source, handlers)
+        names, everything = self._open(source)
+        indent = 2
+        site_local = source.unique("site")
+        random_state = source.unique("random_state")
+        if checked:
+            source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
+        source.line(f"{site_local} = -1")
+        source.line("try:")
+        without = "" if checked else self._without(source, handlers, site_local, everything)
+        self._write_weights_check(source, names, indent, without)
+        self._write_body(source, names, indent, proofs, contained, site_local, looks)
+        result = self._result(source, names, cloned)
+        if checked:
+            finish = source.bind(partial(handlers.finish, self), "finish")
+            prepared = f", *{self._values}" if self.sets is not None else ""
+            result = f"{finish}({result}, [{everything}{prepared}])"
+        source.line(f"return {result}", indent)
+        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
+        if contained:
+            state = f", {random_state}" if checked else ""
+            recover = self._bound(source, handlers.recover, "recover")
+            source.line(f"return {recover}(error, {site_local}, [{everything}]{state})", 2)
+        else:
+            blame = self._bound(source, handlers.blame, "blame")
+            source.line(f"raise {blame}(error, {site_local}) from error", 2)
+        return source.function(name, "args")
+
+    def _open(self, source: Source) -> tuple[dict[Node, str], str]:
+        """Unpack the inputs and name the constants; also all inputs as one text."""
+        names: dict[Node, str] = {}
+        graph = self.board.graph
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            names[node] = source.unique(node.name)
+        for node in graph.graph.find_nodes(op="get_attr"):
+            names[node] = source.bind(getattr(graph, str(node.target)), node.name)
+        if placeholders:
+            source.line(f"{', '.join(names[node] for node in placeholders)}, = args")
+        source.line("args.clear()")
+        return names, ", ".join(names[node] for node in placeholders)
+
+    def _bound(self, source: Source, handler: Callable[..., Any], name: str) -> str:
+        """The name of a handler that knows which code the function was built from."""
+        lowered = tuple(site.lowered for site in self.sites)
+        return source.bind(partial(handler, lowered), name)
+
+    def _passes_through(self, cloned: frozenset[int]) -> bool:
+        """One region is all there is: its list is the call's, its results are the call's."""
+        if len(self.sites) != 1 or self.sets is not None or cloned:
+            return False
+        cut = self.sites[0].cut
+        return (
+            cut.inputs == self.board.graph.graph.find_nodes(op="placeholder")
+            and tuple(cut.outputs) == self.board.results
+            and len(self.sites[0].lowered.keeps) == len(cut.inputs)
+        )
+
+    def _passing(self, handlers: Handlers, looks: bool, looking: Boxed | None) -> Boxed:
+        """The plain function where there is nothing to do but to call the region."""
+        source = Source()
+        name = source.unique(self.board.report.name)
+        write_detour(source, looking)
+        backward = self.board.kind == "backward"
+        region = source.bind_apart(self.sites[0].lowered.call, "region0")
+        source.spans[region] = self.sites[0].span
+        self._write_sizes_check(source, handlers)
+        if not backward:
+            source.line("inputs = args.copy()")
+        source.line("try:")
+        site = self.sites[0]
+        if looks:
+            names = [source.unique(node.name) for node in site.cut.outputs]
+            given_back = ", ".join(names) + ","
+            source.line(f"{given_back} = {region}(args)", 2)
+            write_check(source, 2, site.lowered.region.backend, site.outputs, names)
+            source.line(f"return {given_back}", 2)
+        else:
+            source.line(f"return {region}(args)", 2)
+        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
+        if backward:
+            blame = self._bound(source, handlers.blame, "blame")
+            source.line(f"raise {blame}(error, 0) from error", 2)
+        else:
+            recover = self._bound(source, handlers.recover, "recover")
+            source.line(f"return {recover}(error, 0, inputs)", 2)
+        return source.function(name, "args")
+
+    # --- their parts ----------------------------------------------------------------------------
+
+    def _write_sizes_check(self, source: Source, handlers: Handlers) -> None:
+        """Check the first call of each new bucket of sizes."""
+        board = self.board
+        if board.bucket and board.session.settings.verify != "off":
+            checked = source.bind(partial(handlers.new_sizes, self), "new_sizes")
+            source.line(f"if {board.bucket} not in {source.bind(board.buckets, 'buckets')}:")
+            source.line(f"return {checked}(args)", 2)
+
+    def _without(self, source: Source, handlers: Handlers, site_local: str, everything: str) -> str:
+        """Statements that make the call without prepared values."""
+        if self.sets is None:
+            return ""
+        without = source.bind(partial(handlers.without, self.sets), "without")
+        return f"{site_local} = {WITHOUT}; return {without}([{everything}])"
+
+    def _write_weights_check(
+        self, source: Source, names: dict[Node, str], indent: int, without: str = ""
+    ) -> None:
+        """Look up the prepared values.
+
+        :param without: what to do where it isn't worth preparing them; "" if they have to be.
+        """
+        if self.sets is None:
+            return
+        sets = source.bind(self.sets, "sets")
+        weights, entry = source.unique("weights"), source.unique("entry")
+        self._values = source.unique("prepared")
+        check = _WEIGHTS_CHECK.format(
+            w=weights,
+            e=entry,
+            version=source.bind(self.sets.version_of, "version_of"),
+            address=source.bind(address_of, "address_of"),
+        )
+        source.line(f"{weights} = ({', '.join(names[n] for n in self._weights)},)", indent)
+        source.line(f"{entry} = {sets}.last", indent)
+        # Before the check: another thread, or the collector, may drop the entry at any moment.
+        source.line(f"{self._values} = {entry}.values", indent)
+        source.line(check, indent)
+        if not without:
+            source.line(f"{self._values} = {sets}.find({weights})", indent + 1)
+            return
+        source.line(f"{self._values} = {sets}.find_if_worth({weights})", indent + 1)
+        source.line(f"if {self._values} is None:", indent + 1)
+        source.line(without, indent + 2)
+
+    def _write_body(
+        self,
+        source: Source,
+        names: dict[Node, str],
+        indent: int,
+        proofs: Proofs | None,
+        contained: bool,
+        local: str,
+        looks: bool = False,
+    ) -> None:
+        """Region calls in order, then the board's own nodes that outputs need.
+
+        :param local: the variable that tells how far the call came; "" for none.
+        """
+        results = self.board.results
+        returned = {node for site in self.sites for node in site.cut.outputs}
+        kept = [node for node in self.board.kept if node not in returned]
+        wanted = [value for value in results if value not in returned]
+        steps: list[Site | Node] = [*self.sites, *needed_nodes(kept, wanted)]
+        flow = [
+            (step.all_input_nodes, [step])
+            if isinstance(step, Node)
+            else (step.cut.inputs, step.cut.outputs)
+            for step in steps
+        ]
+        dropped = drops(flow, results, keep_inputs=contained)
+        for number, step in enumerate(steps):
+            if local and number <= len(self.sites):
+                source.line(f"{local} = {number}", indent)
+            if isinstance(step, Node):
+                names[step] = source.unique(step.name)
+                source.line(f"{names[step]} = {source.call(step, names)}", indent)
+            else:
+                self._write_site(source, names, indent, number, proofs, looks)
+            gone = [names[node] for node in dropped[number] if node in names]
+            if gone:
+                source.line(f"del {', '.join(gone)}", indent)
+
+    def _write_site(
+        self,
+        source: Source,
+        names: dict[Node, str],
+        indent: int,
+        number: int,
+        proofs: Proofs | None,
+        looks: bool,
+    ) -> None:
+        site = self.sites[number]
+        lowered = site.lowered
+        call: Callable[..., Any] = lowered.call
+        arguments = [names[site.cut.inputs[i]] for i in lowered.keeps]
+        if number in self._first_value:
+            first = self._first_value[number]
+            arguments += [f"{self._values}[{first + i}]" for i in range(lowered.values)]
+        given = f"[{', '.join(arguments)}]"
+        span: Callable[[], str] = site.span
+        if proofs is not None:
+            board, label = self.board, site.span()
+            expected = tuple(node.meta["val"] for node in site.cut.outputs)
+            region = lowered.region
+            given_to_all = all(node.op == "placeholder" for node in site.cut.inputs)
+            key = (*site.cut.inputs, None, *site.cut.outputs) if given_to_all else None
+            call = CheckedRegion(
+                region,
+                Spanned(call, label),  # always: next to a check it takes no time
+                lowered.code,
+                expected,
+                board.session,
+                board.report,
+                proofs,
+                key,
+                lowered.lower_part,
+                self._inner_outputs(site.cut),
+                is_eager=site.is_eager,
+                prepared=lowered.values,
+                trusted=site.trusted,
+                seen=site.see,
+            )
+            span = partial("verify {}".format, label)
+            given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"
+        for node in site.cut.outputs:
+            names[node] = source.unique(node.name)
+        targets = "".join(f"{names[node]}, " for node in site.cut.outputs)
+        assign = f"{targets.rstrip()} = " if targets else ""
+        callee = source.bind_apart(call, f"region{number}_{lowered.region.backend}")
+        source.spans[callee] = span
+        source.line(f"{assign}{callee}({given})", indent)
+        if looks and site.outputs and not site.trusted:
+            variables = [names[node] for node in site.cut.outputs]
+            write_check(source, indent, lowered.region.backend, site.outputs, variables)
+
+    def _inner_outputs(self, cut: Cut) -> frozenset[int]:
+        """Positions of a region's outputs that nothing but other regions reads."""
+        outside = {*self.board.results, *self.board.kept}
+        return frozenset(
+            number
+            for number, node in enumerate(cut.outputs)
+            if node not in outside and outside.isdisjoint(node.users)
+        )
+
+    def _result(self, source: Source, names: dict[Node, str], cloned: frozenset[int]) -> str:
+        items = []
+        for number, value in enumerate(self.board.results):
+            text = source.literal(value, names)
+            items.append(f"{text}.clone()" if number in cloned else text)
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -1,0 +1,330 @@
+"""The runner: what a compiled graph's calls go through, and what happens when one fails.
+
+The first call goes through a *checked* function: each region's outputs are held against its
+contract and its values, a failing region is replaced, and outputs that share storage they mustn't
+share are cloned from then on. After a call without a failure the plain function takes over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed, GraphKind, Region, Stage
+from fuseboard.errors import CONTAINED, NotEnoughMemory, WrongValues
+from fuseboard.lower.codegen import Source
+from fuseboard.lower.eager import boxed_function
+from fuseboard.lower.failure import contained, describe, region_error, trip
+from fuseboard.lower.lowering import Lowered
+from fuseboard.partition.board_nodes import shared_outputs
+from fuseboard.partition.stages import has_effects
+from fuseboard.profile.judge.reference import replayable
+from fuseboard.profile.judge.verify import shares_storage
+from fuseboard.report.data import GraphReport
+from fuseboard.report.instead import choose_eager, graph_runs_in_eager, regions_run_in_eager
+from fuseboard.report.words import first
+from fuseboard.run.checked import Proofs
+from fuseboard.run.entry import Entry
+from fuseboard.run.program import WITHOUT, Board, Program, Site
+from fuseboard.run.sizes import bucket_source
+from fuseboard.run.weights import WeightSets, any_version
+from fuseboard.torch_api.profiler import Spanned
+
+
+class Runner:
+    """Runs one graph.
+
+    :param graph: the graph as it was cut, without changes by any backend.
+    :param entry: what AOTAutograd calls. The graph as captured runs in eager after a failure.
+    :param visible: how many leading outputs the caller sees.
+    :ivar program: what ``usual`` was generated from.
+    :ivar usual: what a call executes unless it is interrupted.
+    :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
+    :ivar chooser: who still decides which program runs. Nothing else holds it while it waits for
+        what is compiled elsewhere.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        entry: Entry,
+        kind: GraphKind,
+        kept: Sequence[Node],
+        session: Session,
+        report: GraphReport,
+        visible: int | None,
+    ) -> None:
+        self.session = session
+        self.report = report
+        self.lock = threading.RLock()
+        results: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        bucket = bucket_source(graph.graph.find_nodes(op="placeholder"))
+        self.board = Board(graph, kind, kept, results, session, report, bucket)
+        self._bucket_of = _function_of_args(bucket)
+        self.entry = entry
+        self._cloned: frozenset[int] = frozenset()
+        self._visible = len(results) if visible is None else visible
+        self._may_share = shared_outputs(results)
+        self._every = session.settings.verify_every
+        self._instead: Boxed | None = None
+        self._told_of_change = False
+        self.chooser: object = None
+        self.uncompiled = entry.eager
+        self._run(self.uncompiled)
+
+    def install(self, program: Program, proofs: Proofs | None = None) -> None:
+        """Run a program from the next call on, which is a checked one unless that is off.
+
+        :param proofs: what is known of its code already.
+        """
+        with self.lock:
+            self.program = program
+            if self.session.settings.verify == "off":
+                self._run(program.plain(self, self._cloned))
+            else:
+                proofs = proofs or Proofs(again=self._every is not None)
+                self._run(program.checked(self, self._cloned, proofs))
+
+    def interrupt(self, call: Boxed | None) -> None:
+        """Let calls go to ``call`` instead, until it is taken back with None."""
+        with self.lock:
+            self._instead = call
+            self._run(self.usual)
+
+    def _run(self, function: Boxed) -> None:
+        self.usual: Boxed = function
+        self.entry.put(self._instead or function)
+
+    def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]:
+        """The first call of a new bucket of sizes: a checked one."""
+        proofs = Proofs(again=self._every is not None)
+        return program.checked(self, self._cloned, proofs)(args)
+
+    def without(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:
+        """A call whose weights aren't prepared, and it isn't worth preparing them yet."""
+        if not self._told_of_change:
+            self._told_of_change = True
+            takes = f"the {sets.prepare_s:.2g} s that preparing them again takes"
+            self.report.notes.append(
+                f"weights are inference tensors, which tell no change: eager runs, to save {takes}"
+                if sets.untold
+                else f"weights change between calls: eager runs until it has lost {takes}"
+            )
+        start = time.perf_counter()
+        results: Sequence[Any] = Spanned(self.uncompiled, f"{self.report.name} [eager]")(inputs)
+        sets.without_s = time.perf_counter() - start
+        return results
+
+    def eagers_results(self, inputs: list[Any]) -> Sequence[Any]:
+        """What the caller gets from eager; nothing where eager can't be run beside a call."""
+        if replayable(self.entry.captured):
+            return ()
+        return self.uncompiled(list(inputs))[: self._visible]
+
+    def _go_on(self) -> None:
+        """After a checked call without a failure."""
+        plain = self.program.plain(self, self._cloned)
+        if self._every is None:
+            self._run(plain)
+            return
+        checked = self.program.checked(self, self._cloned, Proofs(inputs="watched", again=True))
+        self._run(checked if self._every == 1 else _each(self._every, checked, plain))
+
+    # --- when something is wrong ----------------------------------------------------------------
+
+    def finish(
+        self, program: Program, results: tuple[Any, ...], inputs: list[Any]
+    ) -> tuple[Any, ...]:
+        """End of a checked call: clone what shares storage, go over to the plain code."""
+        wrong = shares_storage(results, inputs, self._may_share, self._visible)
+        with self.lock:
+            if wrong:
+                self._cloned |= frozenset(wrong)
+                self.report.notes.append(
+                    f"outputs {wrong} are cloned: the compiled code returned storage that eager's "
+                    "results don't share"
+                )
+            self.board.buckets.add(self._bucket_of(inputs))
+            if program is self.program:  # else another thread has put one in its place
+                self._go_on()
+        return tuple(r.clone() if i in wrong else r for i, r in enumerate(results))
+
+    def recover(
+        self,
+        lowered: Sequence[Lowered],
+        error: BaseException,
+        number: int,
+        inputs: list[Any],
+        random_state: torch.Tensor | None = None,
+    ) -> Sequence[Any]:
+        """After a region raised: eager's answer, or eager's exception.
+
+        An exception that eager raises as well is the user's own and passes through unchanged.
+        A call whose effects may have happened isn't repeated; its failure is raised.
+
+        :param lowered: what the function that failed was built from; another thread may have
+            replaced some of it since.
+        :param number: the site that was running; -1 for what comes before the first; ``WITHOUT``.
+        """
+        if number == WITHOUT:
+            raise error  # by eager: the user's own
+        if number < 0 and self._admits_inference_tensors():
+            return self.entry.function(inputs)
+        if any(
+            map(has_effects, (n for s in self.program.sites[: number + 1] for n in s.cut.nodes))
+        ):
+            raise self.blame(lowered, error, number, "effects of this call can't be repeated")
+        if random_state is not None:
+            torch.set_rng_state(random_state)
+        try:
+            results = self.entry.eager(list(inputs))
+        except CONTAINED as users_own:
+            raise users_own from None
+        if isinstance(error, NotEnoughMemory) and number < 0:
+            for code in lowered:
+                if code.prepare is not None:
+                    self._contain(code, error, "eager")
+            return results
+        if number < 0:
+            number = self._failed_prepare(lowered, inputs)
+        if not 0 <= number < len(lowered):
+            raise error
+        region = lowered[number].region
+        if region.backend == "eager":
+            self._run_as_captured(region, error)
+        else:
+            self._contain(lowered[number], error, "eager")
+        return results
+
+    def _run_as_captured(self, region: Region, error: BaseException) -> None:
+        """After a region of eager's failed, though the graph as a whole runs in eager.
+
+        Its results aren't those that torch's fake values tell: they are right, but other regions
+        were compiled for the fake ones. Or it raised, on what other regions made of its inputs.
+
+        :raises RegionError: the policy is to raise.
+        """
+        contained(self.session, region, "run", error)
+        with self.lock:
+            instead = "the whole graph in eager, as captured"
+            trip(self.report, region.backend, "run", region.name, error, instead, region.source)
+            self.give_up(f"the whole graph runs in eager, since {region.name} tripped", error)
+
+    def give_up(self, why: str, error: BaseException | None = None) -> None:
+        """Run the graph as captured in eager from now on.
+
+        :param error: of the candidate that was chosen.
+        """
+        with self.lock:
+            self._run(self.entry.eager)
+            graph_runs_in_eager(self.report, why)
+            choose_eager(self.report, why, describe(error) if error else "")
+
+    def blame(
+        self,
+        lowered: Sequence[Lowered],
+        error: BaseException,
+        number: int,
+        why: str = "the call's saved tensors are gone",
+    ) -> BaseException:
+        """After a region raised in a call that can't be repeated.
+
+        What takes its place runs from the next call on.
+        """
+        if not 0 <= number < len(lowered) or isinstance(error, torch.OutOfMemoryError):
+            return error
+        region = lowered[number].region
+        if region.backend == "eager":
+            return error
+        self._contain(lowered[number], error, "nothing in this call, eager from the next one on")
+        return region_error(region, "run", error, why)
+
+    def _contain(self, lowered: Lowered, error: BaseException, instead: str) -> None:
+        """Run what failed, and all that shares its code, in eager from now on.
+
+        :raises RegionError: the policy is to raise.
+        """
+        region = lowered.region
+        stage: Stage = "profile" if isinstance(error, WrongValues) else "run"
+        contained(self.session, region, stage, error)
+        with self.lock:
+            sites = self.program.sites
+            failed = self._sites_of(lowered)
+            if not failed:
+                return  # another thread met the same failure and was quicker
+            trip(self.report, region.backend, stage, region.name, error, instead, region.source)
+            for site in failed:
+                own = replace(site.lowered.region, backend="eager")
+                call = boxed_function(own.graph, f"{own.name}.eager")
+                site.lowered = Lowered(own, call, call, tuple(range(len(site.cut.inputs))))
+            names = {site.lowered.region.name for site in failed}
+            regions_run_in_eager(self.report, names, f"{region.backend} tripped in a call")
+            self.tell_what_tripped(error)
+            self.install(Program(self.board, sites))
+
+    def tell_what_tripped(self, error: BaseException | None = None) -> None:
+        """Tell with the choice which of its regions run in eager since they failed in a call.
+
+        :param error: the latest failure.
+        """
+        sites = self.program.sites
+        gone = [site for site in sites if site.lowered.region.backend != site.cut.backend]
+        if not gone:
+            return
+        backends = ", ".join(dict.fromkeys(site.cut.backend for site in gone))
+        if all(site.lowered.region.backend == "eager" for site in sites):
+            instead = f"eager runs in place of {backends}, which was chosen and tripped in a call"
+            choose_eager(self.report, instead, describe(error) if error else "")
+        else:
+            names = first([site.lowered.region.name.rpartition(".")[2] for site in gone])
+            self.report.instead = f"eager runs {names} since {backends} tripped there in a call"
+
+    def _sites_of(self, lowered: Lowered) -> list[Site]:
+        """Where the program calls some code, none if another thread has replaced it."""
+        return [site for site in self.program.sites if site.lowered.code is lowered.code]
+
+    def _admits_inference_tensors(self) -> bool:
+        """Whether the weights' check failed for inference tensors, and was built again for them."""
+        sets = self.program.sets
+        if sets is None or sets.version_of is any_version:
+            return False
+        with self.lock:
+            sets.version_of = any_version
+            self.install(self.program)
+        return True
+
+    def _failed_prepare(self, lowered: Sequence[Lowered], inputs: list[Any]) -> int:
+        """The site whose prepare graph raises on these inputs; -1 if none does."""
+        values = dict(zip(self.board.graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for number, (site, code) in enumerate(zip(self.program.sites, lowered, strict=True)):
+            if code.prepare is not None:
+                try:
+                    with torch.no_grad():
+                        code.prepare([values[site.cut.inputs[i]] for i in code.uses])
+                except CONTAINED:  # it is what is being looked for; known already
+                    return number
+        return -1
+
+
+def _function_of_args(expression: str) -> Callable[[list[Any]], Any]:
+    source = Source()
+    source.line(f"return {expression or None}")
+    return source.function("bucket", "args")
+
+
+def _each(number: int, checked: Boxed, plain: Boxed) -> Boxed:
+    """Every so many calls the checked function, else the plain one."""
+    calls = count(1)
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return (plain if next(calls) % number else checked)(args)
+
+    return run

@@ -1,0 +1,381 @@
+"""Prepared values, kept per set of weights.
+
+One compiled graph serves several module instances, so what was prepared from weights belongs to
+the very tensors it was made from. An entry is good for a call when the call's weights have the
+entry's addresses, versions and sampled bytes. Weights are held by weak references whose callback
+drops the entry: an address can't come back under another tensor, and values are freed with the
+module.
+
+What is noticed: ``optimizer.step``, ``load_state_dict`` with and without ``assign``, ``copy_``
+and every other in-place op (versions); a replaced parameter or submodule, ``.data =`` (addresses);
+``.data.copy_`` and other writes to a whole tensor that bump no version (samples). Not noticed: a
+write through ``.data`` to part of a tensor that misses the samples; call
+:func:`refresh` after one. Inference tensors have no versions, so any write to part of one would go
+unseen: what was prepared from them serves the call that prepared it, and no other.
+
+Preparing takes time, and pays if enough calls follow before the weights change again, which nobody
+knows. So it is with skis: they are rented until the rents come to their price, then bought. Calls
+after a change run without, until what they lose by it comes to the time of preparing; so at most
+twice as much is lost as if one knew. Where values go stale before they have paid, the next wait is
+twice as long: weights that never rest are prepared ever more rarely.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuseboard.config.model import Settings
+from fuseboard.errors import NotEnoughMemory
+from fuseboard.run.spare_memory import why_no_room
+from fuseboard.torch_api import internals as torch_internals
+
+#: Bytes are read at this many places of a tensor.
+SAMPLES = 3
+#: How many places are looked at to find ones that aren't zero (zeros survive scaling).
+PROBED = 64
+
+#: So many sets of weights may be waited on at a time.
+_WAITS = 256
+#: What is lost until it is worth preparing again, at most, in times that preparing takes.
+_MOST_PATIENCE = 64
+
+#: Multiples of it, without their whole part, fall evenly and on no row, column or diagonal.
+_GOLDEN = (5**0.5 - 1) / 2
+
+_WORDS: dict[int, Any] = {
+    1: ctypes.c_uint8,
+    2: ctypes.c_uint16,
+    4: ctypes.c_uint32,
+    8: ctypes.c_uint64,
+}
+
+Version = Callable[[torch.Tensor], "int | Untold"]
+
+version_of: Version = operator.attrgetter("_version")
+address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+
+
+class Untold:
+    """The version of an inference tensor, which has none: unlike every other."""
+
+
+def any_version(weight: torch.Tensor) -> int | Untold:
+    """The version of a tensor that may be an inference tensor."""
+    return Untold() if weight.is_inference() else weight._version
+
+
+class Samples:
+    """Words in the memory of weights, as they read at first.
+
+    They are read only after the weights' addresses were compared, so the memory is the weights'.
+    All at once: a model has hundreds, and one by one each would wait for memory.
+    """
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        by_size: dict[int, list[int]] = {}
+        for weight in weights:
+            for size, address in _places(weight):
+                if address % size:  # numpy would copy all that lies between such words
+                    by_size.setdefault(1, []).extend(range(address, address + size))
+                else:
+                    by_size.setdefault(size, []).append(address)
+        self._groups = [_group(size, addresses) for size, addresses in by_size.items()]
+
+    def unchanged(self) -> bool:
+        """Whether the memory reads as it did."""
+        return all(memory.take(places).tobytes() == read for memory, places, read in self._groups)
+
+
+def _group(size: int, addresses: Sequence[int]) -> tuple[Any, Any, bytes]:
+    """All memory from the first word to the last, of which nothing else is read; and the words."""
+    import numpy
+
+    first = min(addresses)
+    span = _WORDS[size] * ((max(addresses) - first) // size + 1)
+    memory = numpy.frombuffer(span.from_address(first), f"u{size}")
+    places = numpy.array([(address - first) // size for address in addresses])
+    return memory, places, memory.take(places).tobytes()
+
+
+class Entry:
+    """What was prepared from one set of weights, and how to recognise that set."""
+
+    __slots__ = ("__weakref__", "addresses", "made_at", "owners", "samples", "values", "versions")
+
+    def __init__(
+        self,
+        versions: tuple[int | Untold, ...] | None,
+        addresses: tuple[int, ...],
+        samples: Samples,
+        values: tuple[Any, ...],
+    ) -> None:
+        self.versions = versions
+        self.addresses = addresses
+        self.samples = samples
+        self.values = values
+        self.owners: list[weakref.ref[torch.Tensor]] = []
+        self.made_at = time.monotonic()
+
+    def drop(self) -> None:
+        """Never match again, and let the values go. Takes no lock: the collector calls it."""
+        self.versions = None
+        self.values = ()
+        self.owners = []
+
+    @property
+    def dropped(self) -> bool:
+        return self.versions is None
+
+
+@dataclass
+class _Wait:
+    """A set of weights that calls run without, until it is worth preparing."""
+
+    versions: tuple[int | Untold, ...]
+    lost_s: float = 0.0
+
+
+class WeightSets:
+    """The entries of one compiled graph, least recently used first, bounded in number.
+
+    :ivar last: the entry that served the latest call; the generated code looks at it only.
+    :ivar version_of: the quick function, until an inference tensor is met.
+    :ivar prepare_s: what preparing takes, in seconds; 0 until it was done.
+    :ivar without_s: what a call without takes, in seconds; 0 while it isn't known.
+    :ivar share: of that, what a call with prepared values saves.
+    :ivar untold: the last call without had inference tensors among its weights.
+    :param why_no_room: why nothing may be prepared from some weights at present; "" if it may.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Sequence[Any]], tuple[Any, ...]],
+        limit: int,
+        why_no_room: Callable[[Sequence[torch.Tensor]], str] = lambda _: "",
+    ) -> None:
+        self.last = _EMPTY
+        self.version_of: Version = version_of
+        self.prepare_s = 0.0
+        self.without_s = 0.0
+        self.share = 1.0
+        self.untold = False
+        self._prepare = prepare
+        self._limit = limit
+        self._why_no_room = why_no_room
+        self._patience = 1
+        self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()
+        self._waits: OrderedDict[tuple[int, ...], _Wait] = OrderedDict()
+        self._lock = threading.RLock()
+        _all_sets.add(self)
+
+    @classmethod
+    def of(
+        cls, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], settings: Settings
+    ) -> WeightSets:
+        """As the settings have it."""
+        room = functools.partial(why_no_room, settings.prepare_memory)
+        return cls(prepare, settings.max_weight_sets, room)
+
+    def values_for(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """The values for these weights: those of the last call if nothing has changed."""
+        entry = self.last
+        values = entry.values  # before the check: it may be dropped at any moment
+        if (
+            tuple(map(self.version_of, weights)) == entry.versions
+            and tuple(map(address_of, weights)) == entry.addresses
+            and entry.samples.unchanged()
+        ):
+            return values
+        return self.find(weights)
+
+    def find(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """The values for these weights, prepared now if they are new or stale.
+
+        :raises NotEnoughMemory: there is no room for them.
+        """
+        values = self._find(weights, may_wait=False)
+        assert values is not None
+        return values
+
+    def find_if_worth(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
+        """The same; None where the call had better run without."""
+        return self._find(weights, may_wait=True)
+
+    def _find(self, weights: tuple[torch.Tensor, ...], may_wait: bool) -> tuple[Any, ...] | None:
+        addresses = tuple(map(address_of, weights))
+        versions = tuple(map(self.version_of, weights))
+        with self._lock:
+            entry = self._entries.get(addresses)
+            if entry is not None:
+                values = entry.values  # before the check: it may be dropped at any moment
+                if entry.versions == versions and entry.samples.unchanged():
+                    self._entries.move_to_end(addresses)
+                    self.last = entry
+                    return values
+            if (old := self._entries.pop(addresses, None)) is not None:
+                self._learn_patience(old)
+                old.drop()
+            if may_wait and self._waits_on(addresses, versions):
+                return None
+            if problem := self._why_no_room(weights):
+                if may_wait:
+                    return None
+                raise NotEnoughMemory(problem)
+            self._waits.pop(addresses, None)
+            entry = self._make(weights, versions, addresses)
+            values = entry.values
+            for key, other in list(self._entries.items()):
+                if other.dropped:
+                    del self._entries[key]
+            self._entries[addresses] = entry
+            while len(self._entries) > self._limit:
+                self._entries.popitem(last=False)
+            self.last = entry
+            return values
+
+    def _waits_on(self, addresses: tuple[int, ...], versions: tuple[int | Untold, ...]) -> bool:
+        """Whether calls with these weights haven't lost enough yet; notes what this one loses."""
+        wait = self._waits.pop(addresses, None)
+        if wait is None or wait.versions != versions:
+            wait = _Wait(versions)
+        wait.lost_s += self.without_s * self.share
+        if wait.lost_s >= self.prepare_s * self._patience:
+            return False
+        self.untold = any(isinstance(version, Untold) for version in versions)
+        self._waits[addresses] = wait
+        while len(self._waits) > _WAITS:
+            self._waits.popitem(last=False)
+        return True
+
+    def _learn_patience(self, stale: Entry) -> None:
+        """Wait for longer where values go stale before they have paid."""
+        if stale.dropped:  # with its weights
+            return
+        in_use_s = time.monotonic() - stale.made_at
+        paid = in_use_s * self.share >= self.prepare_s * (1 - self.share)
+        self._patience = 1 if paid else min(2 * self._patience, _MOST_PATIENCE)
+
+    def _make(
+        self,
+        weights: tuple[torch.Tensor, ...],
+        versions: tuple[int | Untold, ...],
+        addresses: tuple[int, ...],
+    ) -> Entry:
+        entry = Entry(versions, addresses, Samples(weights), ())
+        # The samples were read first: a write during the preparation makes the entry stale.
+        start = time.perf_counter()
+        entry.values = self._prepare(weights)
+        took_s = time.perf_counter() - start
+        self.prepare_s = min(took_s, self.prepare_s or took_s)  # the first time loads libraries
+        entry.made_at = time.monotonic()
+        drop = _dropper(entry)
+        entry.owners = [weakref.ref(weight, drop) for weight in weights]
+        return entry
+
+    def forget(self, addresses: set[int]) -> int:
+        """Drop the entries that were made from tensors at these addresses."""
+        with self._lock:
+            stale = [
+                entry
+                for entry in list(self._entries.values())
+                if not entry.dropped and addresses & set(entry.addresses)
+            ]
+            for entry in stale:
+                entry.drop()
+        return len(stale)
+
+    def __len__(self) -> int:
+        """How many sets of weights have prepared values now."""
+        return sum(not entry.dropped for entry in list(self._entries.values()))
+
+
+_EMPTY = Entry(None, (), Samples(()), ())
+_all_sets: weakref.WeakSet[WeightSets] = weakref.WeakSet()
+
+
+def _dropper(entry: Entry) -> Callable[[Any], None]:
+    reference = weakref.ref(entry)
+
+    def drop(_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.drop()
+
+    return drop
+
+
+def _places(weight: torch.Tensor) -> list[tuple[int, int]]:
+    """Words in a weight's memory, (size, address) each; at such as aren't zero if there are any."""
+    if weight.device.type != "cpu" or weight.numel() == 0:
+        return []
+    size = weight.element_size()
+    flat = weight.numel()
+    places = sorted({int(i * _GOLDEN % 1 * flat) for i in range(PROBED)})
+    addresses = [weight.data_ptr() + _offset(weight, place) * size for place in places]
+    if size <= 8:
+        return [(size, address) for address in _telling(size, addresses)]
+    # complex128: either part may be written alone (``conj``)
+    return [(8, a) for part in (0, 8) for a in _telling(8, [one + part for one in addresses])]
+
+
+def _telling(size: int, addresses: list[int]) -> list[int]:
+    """Some of the addresses; such as where it isn't zero if there are any."""
+    word = _WORDS[size]
+    telling = [address for address in addresses if word.from_address(address).value] or addresses
+    step = max(1, len(telling) // SAMPLES)
+    return telling[::step][:SAMPLES]
+
+
+def _offset(weight: torch.Tensor, place: int) -> int:
+    """The distance from the data pointer, in elements, of the element at a flat index."""
+    offset = 0
+    for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
+        place, index = divmod(place, size)
+        offset += index * stride
+    return offset
+
+
+def refresh(module: torch.nn.Module) -> int:
+    """Forget everything that was prepared from a module's parameters and buffers.
+
+    Needed after a write that bumps no version and touches part of a tensor, such as
+    ``module.weight.data[0] = 1``; and before ``torch.utils.swap_tensors``, which refuses tensors
+    that are weakly referenced.
+
+    :returns: how many sets of prepared values were dropped.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    addresses = {tensor.data_ptr() for tensor in tensors}
+    return sum(sets.forget(addresses) for sets in list(_all_sets))
+
+
+def run_prepare(
+    functions: Sequence[tuple[Callable[[list[Any]], Sequence[Any]], tuple[int, ...]]],
+) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """One function for all of a graph's prepare graphs.
+
+    :param functions: (boxed prepare function, positions among the weights that it takes).
+    """
+
+    def prepare(weights: Sequence[Any]) -> tuple[Any, ...]:
+        with torch_internals.real_tensors():
+            return tuple(
+                value
+                for function, positions in functions
+                for value in function([weights[i] for i in positions])
+            )
+
+    return prepare

@@ -1,0 +1,143 @@
+"""AOTAutograd's capture away from Dynamo's call of the backend: what Dynamo leaves for it.
+
+Read against torch 2.13: ``torch/_functorch/_aot_autograd/frontend_utils.py``
+(``_try_get_metadata_from_dynamo``, ``process_inputs``), ``torch/_functorch/aot_autograd.py``
+(``preserve_rng_state``), ``torch/_guards.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fuseboard.errors import LoweringError
+from fuseboard.torch_api.graphs import constants_from_bytes, constants_to_bytes
+
+#: Where Dynamo notes what kind of static input a placeholder is: on the tensor it stands for.
+_STATIC = "_dynamo_static_input_type"
+
+#: What nodes take along to another process. ``nn_module_stack`` has its classes replaced by their
+#: names: they may be the user's, which another process needn't find.
+_SENT_METADATA = frozenset({"stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id"})
+
+
+def static_positions(graph: GraphModule) -> frozenset[int]:
+    """Positions of the inputs of Dynamo's graph that are parameters or buffers."""
+    return frozenset(
+        i
+        for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))
+        if node.meta.get("tensor_dict", {}).get(_STATIC)
+    )
+
+
+# --- to another process ---------------------------------------------------------------------------
+
+
+def graph_to_bytes(graph: GraphModule) -> bytes:
+    """Dynamo's graph for another process, with the constants that it holds.
+
+    :raises LoweringError: something in it can't be sent, or this torch can't.
+    """
+    try:
+        from torch.fx._graph_pickler import GraphPickler, Options
+
+        options = Options(
+            ops_filter=None, node_metadata_key_filter=lambda key: key in _SENT_METADATA
+        )
+        lean = _lean(graph)
+        return pickle.dumps((GraphPickler.dumps(lean, options), constants_to_bytes(graph)))
+    except Exception as error:  # whatever the code of an object in the graph raises
+        raise LoweringError(
+            f"Dynamo's graph can't be sent to another process: {type(error).__name__}: {error}"
+        ) from error
+
+
+def graph_from_bytes(data: bytes, static: frozenset[int]) -> GraphModule:
+    """The graph as :func:`graph_to_bytes` got it, with what AOTAutograd looks for in Dynamo's."""
+    from torch._dynamo.source import LocalSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    sent, constants = pickle.loads(data)
+    graph: Any = GraphPickler.loads(sent, FakeTensorMode(shape_env=ShapeEnv()))
+    for held in graph.modules():
+        if isinstance(held, GraphModule):
+            held.recompile()
+    constants_from_bytes(graph, constants)
+    graph.meta["dynamo_compile_id"] = None
+    graph._param_name_to_source = {}
+    for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        node._dynamo_source = LocalSource(node.name)
+        node.meta["tensor_dict"] = {_STATIC: "unguarded"} if i in static else {}
+    return graph  # type: ignore[no-any-return]
+
+
+def _lean(graph: GraphModule) -> GraphModule:
+    """A copy that holds only what its nodes name: Dynamo leaves the user's modules on its own."""
+    import copy
+
+    attributes: dict[str, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            held = operator.attrgetter(str(node.target))(graph)
+            attributes[str(node.target)] = _lean(held) if isinstance(held, GraphModule) else held
+    made = GraphModule(attributes, copy.deepcopy(graph.graph))
+    for node in made.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if isinstance(stack, Mapping):
+            node.meta["nn_module_stack"] = {
+                str(key): (entry[0], _name_of(entry[1])) for key, entry in stack.items()
+            }
+    return made
+
+
+def _name_of(kind: Any) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# --- there ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tracing:
+    """A tracing context of its own for AOTAutograd.
+
+    :ivar inputs: fake ones with plain sizes; aliases and strides are those of the real ones.
+    """
+
+    inputs: list[Any]
+    _context: Any
+
+    def guards(self) -> list[Any]:
+        """What AOTAutograd relies on that Dynamo would have had to guard on."""
+        return list(self._context.guards_context.aotautograd_guards)
+
+
+@contextlib.contextmanager
+def tracing_apart(inputs: Sequence[Any]) -> Iterator[Tracing]:
+    """Let AOTAutograd capture a graph, for the block, as if Dynamo were calling its backend.
+
+    :param inputs: real tensors.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = TracingContext(mode)
+    with tracing(context):
+        fakes = [
+            mode.from_tensor(value, static_shapes=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in inputs
+        ]
+        yield Tracing(fakes, context)

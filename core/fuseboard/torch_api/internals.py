@@ -1,0 +1,562 @@
+"""torch's private APIs, what isn't a subject of its own.
+
+Read against torch 2.13 (``torch/_guards.py``, ``torch/_functorch/aot_autograd.py``,
+``torch/_functorch/partitioners.py``, ``torch/_dynamo/backends/common.py``); everything that moved
+between 2.11 and 2.14 is probed by signature or attribute, never by version. Past 400 lines, since
+short functions that have nothing but torch in common are easier to keep current in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class InputRoles:
+    """What AOTAutograd knows of a graph's inputs, by position.
+
+    :ivar static: parameters and buffers.
+    :ivar mutated: inputs that the call writes to (in the epilogue, outside of the graph).
+    :ivar visible_outputs: how many leading outputs the caller sees; the others are saved for
+        the backward.
+    """
+
+    static: frozenset[int]
+    mutated: frozenset[int]
+    visible_outputs: int | None
+
+
+def aot_autograd(**compilers: Any) -> Callable[..., Any]:
+    """AOTAutograd as a Dynamo backend; see ``torch._dynamo.backends.common``."""
+    from torch._dynamo.backends.common import aot_autograd as torch_aot_autograd
+
+    return torch_aot_autograd(**compilers)
+
+
+def input_roles() -> InputRoles:
+    """The roles of the inputs of the forward or inference graph that is being compiled."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is None:
+        return InputRoles(frozenset(), frozenset(), None)
+    if subclasses_were_unwrapped(context):  # assume the worst of every input
+        everything = frozenset(range(len(metadata.input_info)))
+        return InputRoles(frozenset(), everything, getattr(metadata, "num_forward", None))
+    mutated = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
+    mutated |= {i for i, info in enumerate(metadata.input_info) if info.mutates_metadata}
+    return InputRoles(
+        static=frozenset(metadata.static_input_indices or ()),
+        mutated=frozenset(mutated),
+        visible_outputs=getattr(metadata, "num_forward", None),
+    )
+
+
+def subclasses_were_unwrapped(context: Any) -> bool:
+    """Whether tensor subclasses among the inputs became several inputs each.
+
+    The positions in AOTAutograd's metadata then speak of other inputs than the graph has.
+    """
+    return bool(getattr(context, "params_unwrapped_to_flat_index", None))
+
+
+def inputs_were_changed() -> bool:
+    """Whether the compiled graph's inputs may be others than Dynamo's though they are as many."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    tokens = getattr(metadata, "tokens", None)  # for effects; they come first
+    return metadata is None or bool(tokens) or subclasses_were_unwrapped(context)
+
+
+def is_dynamos(error: BaseException) -> bool:
+    """Whether Dynamo itself knows what to do after an error: trace again, or break the graph.
+
+    Read in ``torch/_dynamo/output_graph.py`` (``call_user_compiler``) and ``exc.py`` of torch 2.13.
+    """
+    from torch._dynamo import exc
+
+    fallbacks = getattr(exc, "exceptions_allowed_to_be_fallback", ())
+    if isinstance(error, exc.Unsupported):  # by a compile inside of AOTAutograd's, as of a cond
+        return False
+    return isinstance(error, (exc.TorchDynamoException, *fallbacks))
+
+
+def autocast_is_on() -> bool:
+    """For any kind of device. Not to be asked while AOTAutograd runs: it switches it off."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def function_modes_are_on() -> bool:
+    """Whether the call that Dynamo compiles is made under modes of ``__torch_function__``.
+
+    Dynamo takes them off while it traces (``torch/_dynamo/variables/torch_function.py``).
+    """
+    from torch._dynamo.variables import torch_function
+
+    manager = getattr(torch_function, "torch_function_mode_stack_state_mgr", None)
+    return torch._C._len_torch_function_stack() > 0 or bool(getattr(manager, "stack", ()))
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """The modes of ``__torch_function__`` off, for the block. Those of subclasses stay."""
+    from torch.overrides import _pop_mode, _push_mode
+
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def gradients_are_batched() -> bool:
+    """Whether a backward is called under ``vmap``, torch.func's or that of ``is_grads_batched``.
+
+    The latter is an older one (``torch/_vmap_internals.py``), whose level only counting tells.
+    """
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level > 1 or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+
+
+def before_backward(results: Any, hook: Callable[[], None]) -> None:
+    """Call a function before the backward of AOTAutograd's function that made these results."""
+    nodes = {r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn}
+    made = {_made_by_aot_autograd(node) for node in nodes} - {None}
+    for node in made:
+        node.register_prehook(lambda gradients: hook())
+
+
+def _made_by_aot_autograd(node: Any) -> Any:
+    """The node itself, or what it is a view of; None for other code's."""
+    while node is not None and not type(node).__name__.startswith("CompiledFunction"):
+        following = node.next_functions
+        node = following[0][0] if len(following) == 1 else None
+    return node
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast switched off, for the block."""
+    return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def autocast_again() -> Iterator[None]:
+    """Autocast on the CPU and on CUDA, which AOTAutograd has switched off, on for the block."""
+    off = [name for name in ("cpu", "cuda") if not torch.is_autocast_enabled(name)]
+    if len(off) < 2:  # it isn't off
+        yield
+        return
+    try:
+        for name in off:
+            torch.set_autocast_enabled(name, True)
+        yield
+    finally:
+        for name in off:
+            torch.set_autocast_enabled(name, False)
+
+
+def mirrors_dynamo() -> bool:
+    """Whether the graph that is being compiled returns just what Dynamo's does, for its inputs.
+
+    So it is where nothing is written to, and AOTAutograd makes no result anew from an input or from
+    another result.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if inputs_were_changed():
+        return False
+    written = (i.mutates_data or i.mutates_metadata for i in metadata.input_info)  # type: ignore[union-attr]
+    kinds = {info.output_type.name for info in metadata.output_info}  # type: ignore[union-attr]
+    return not any(written) and kinds <= {"non_alias", "unsafe_view_alias"}
+
+
+def compile_id() -> str:
+    """Dynamo's id of the compile that is under way, such as ``0/1``; empty outside of one."""
+    context = torch._guards.CompileContext.try_get()
+    return str(context.compile_id) if context is not None and context.compile_id else ""
+
+
+def frame_name() -> str:
+    """The user's function that Dynamo is compiling, with its file and line; "" if unknown."""
+    context = torch._guards.TracingContext.try_get()
+    traced = getattr(context, "traced_code", None)
+    if not traced:
+        return ""
+    own = [code for code in traced if not code.co_filename.startswith(torch.__path__[0])]
+    code = (own or traced)[0]
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def frame_title() -> str:
+    """Dynamo's id of the compile that is under way, and the user's function."""
+    return f"{compile_id()} {frame_name()}".strip()
+
+
+@dataclass(frozen=True)
+class FrameScope:
+    """What the function that Dynamo compiles can see.
+
+    :ivar names: Dynamo's name of a local or global, such as ``L['self']``, and the object.
+    :ivar callers: the same objects of the functions that called it, inside of the compiled call.
+    """
+
+    names: dict[str, Any]
+    callers: list[Any]
+
+
+def frame_scope() -> FrameScope:
+    """The scope of the frame that is being compiled; empty outside of Dynamo.
+
+    Read in ``torch/_dynamo/symbolic_convert.py`` (``tls.current_tx``, its ``output.root_tx``). A
+    function that Dynamo compiles apart, after a graph break, has the compiled model among its
+    callers.
+    """
+    from torch._dynamo import symbolic_convert
+
+    current = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
+    root = getattr(getattr(current, "output", None), "root_tx", None)
+    if root is None:
+        return FrameScope({}, [])
+    names = {f"L[{name!r}]": value for name, value in root.f_locals.items()}
+    used = _globals_of(root.f_code, root.f_globals)
+    names.update((f"G[{name!r}]", value) for name, value in used.items())
+    return FrameScope(names, _callers_objects())
+
+
+def _callers_objects() -> list[Any]:
+    """Locals and globals in the Python frames from the entry to compiled code to the compiler.
+
+    The entry is ``compile_wrapper`` of ``torch/_dynamo/eval_frame.py``; where a version calls it
+    otherwise, the frames around it are looked at, too.
+    """
+    dynamo = os.path.join(torch.__path__[0], "_dynamo", "")
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(dynamo):
+            if found and code.co_name == "compile_wrapper":
+                break
+            found.clear()  # these were the compiler's own
+        else:
+            found.extend(frame.f_locals.values())
+            found.extend(_globals_of(code, frame.f_globals).values())
+        frame = frame.f_back
+    return found
+
+
+def _globals_of(code: CodeType, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The globals that a function's code names."""
+    return {name: values[name] for name in code.co_names if name in values}
+
+
+def registered_ops() -> list[str]:
+    """Every op that torch knows: ``aten.mm.default``, ``higher_order.cond``."""
+    overloads = [name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()]
+    names = [name if name.count(".") > 1 else f"{name}.default" for name in overloads]
+    names.extend(f"higher_order.{name}" for name in getattr(torch._ops, "_higher_order_ops", ()))
+    return names
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The FakeTensorMode of fake values, or None where there is none."""
+    for value in values:
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode
+    context = torch._guards.TracingContext.try_get()
+    return context.fake_mode if context is not None else None
+
+
+@contextlib.contextmanager
+def isolated_tracing(fake_mode: Any) -> Iterator[None]:
+    """A tracing context of its own around the lowering of one region.
+
+    A backend that fills in ``TracingContext.output_strides`` or reads ``fw_metadata`` (Inductor
+    does both) would otherwise act on the whole graph's. The fake mode, and so the ShapeEnv, is
+    shared: guards are still recorded.
+    """
+    if fake_mode is None:
+        yield
+        return
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield
+
+
+def capturing() -> contextlib.AbstractContextManager[None]:
+    """Settings of AOTAutograd for a graph that it captures.
+
+    Backward code may not overwrite saved tensors: the positions that it notes for that are those of
+    the whole backward; code for a part of it would overwrite other tensors (silently: see "Inductor
+    on regions" in docs/design.md). And the backward graph is given away with the forward graph, not
+    when it first runs. It is captured with autocast off, though the forward may be called under it:
+    what the forward excepts from autocast would be cast in the backward.
+    """
+    from torch._functorch import config
+
+    settings = {
+        "donated_buffer": False,
+        "force_non_lazy_backward_lowering": True,
+        "backward_pass_autocast": "off",
+    }
+    known = {name: value for name, value in settings.items() if hasattr(config, name)}
+    return config.patch(known)  # type: ignore[no-any-return]
+
+
+def compiling_later() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What enters, in a later call, the contexts that a graph is given to a compiler in.
+
+    That is what AOTAutograd does for a backward that it compiles when it first runs: torch's timers
+    and callbacks see a compilation. Read in ``runtime_wrappers.py`` (``get_or_compile``) of 2.13.
+    """
+    tracing = torch._guards.TracingContext.try_get()
+    compiling = torch._guards.CompileContext.try_get()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        from torch._dynamo.callback import CallbackTrigger, callback_handler
+        from torch._dynamo.utils import CompileEventLogger, dynamo_timed, get_metrics_context
+
+        name = str(getattr(compiling, "compile_id", None))
+        with (
+            torch._guards.tracing(tracing),
+            torch._guards.compile_context(compiling),
+            torch._C._DisableAutocast(),
+            get_metrics_context(),
+            dynamo_timed(
+                "backward._backward_impl",
+                phase_name="entire_backward_compile",
+                log_pt2_compile_event=True,
+                dynamo_compile_column_us="backward_cumulative_compile_time_us",
+            ),
+            callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, name),
+        ):
+            CompileEventLogger.compilation_metric(is_forward=False)
+            yield
+
+    return entered
+
+
+def note_no_donated_buffers() -> None:
+    """Tell the forward graph that is being compiled that its backward overwrites no saved tensor.
+
+    Without that note a backward that ran once without ``retain_graph`` is taken to overwrite some,
+    and a later ``backward(retain_graph=True)`` is refused. Read in ``runtime_wrappers.py``
+    (``_backward_impl``) of torch 2.13.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata: Any = getattr(context, "fw_metadata", None)
+    if getattr(metadata, "bw_donated_idxs", ()) is None:
+        metadata.bw_donated_idxs = []
+
+
+def min_cut_partition(
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    memory_budget: float,
+    knapsack: str,
+    keywords: dict[str, Any],
+) -> tuple[GraphModule, GraphModule]:
+    """torch's min-cut rematerialisation with a memory budget. It changes ``joint``.
+
+    A budget of 0 would save the inputs alone, whatever ``node.meta["recompute"]`` says, and draw
+    random numbers anew (``choose_saved_values_set``): tag what is to be recomputed instead.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return _partition(
+        min_cut_rematerialization_partition,
+        {"activation_memory_budget": memory_budget, "activation_memory_budget_solver": knapsack},
+        (joint, inputs, num_fwd_outputs, static_inputs, keywords),
+    )
+
+
+def default_partition(
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    keywords: dict[str, Any],
+) -> tuple[GraphModule, GraphModule]:
+    """torch's split that saves whatever the backward reads. It changes ``joint``."""
+    from torch._functorch.partitioners import default_partition as torch_default_partition
+
+    return _partition(
+        torch_default_partition, {}, (joint, inputs, num_fwd_outputs, static_inputs, keywords)
+    )
+
+
+def _partition(
+    partitioner: Callable[..., tuple[GraphModule, GraphModule]],
+    settings: dict[str, Any],
+    arguments: tuple[GraphModule, Sequence[Any], int, Sequence[int], dict[str, Any]],
+) -> tuple[GraphModule, GraphModule]:
+    """Call a partitioner with what it takes, under settings of ``torch._functorch.config``."""
+    from torch._functorch import config
+
+    joint, inputs, num_fwd_outputs, static_inputs, keywords = arguments
+    accepted = inspect.signature(partitioner).parameters
+    further = {key: value for key, value in keywords.items() if key in accepted}
+    if "static_lifetime_input_indices" in accepted:
+        further["static_lifetime_input_indices"] = list(static_inputs)
+    # On CUDA, draws to be replayed would come from a generator of their own, not be eager's.
+    if hasattr(config, "graphsafe_rng_functionalization"):
+        settings = {**settings, "graphsafe_rng_functionalization": False}
+    with config.patch(settings):
+        return partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **further)
+
+
+def overwritten_inputs(joint: GraphModule) -> set[Node]:
+    """The inputs of a joint graph that AOTAutograd overwrites after the forward.
+
+    It describes inputs and outputs in ``meta["desc"]``
+    (``torch/_functorch/_aot_autograd/descriptors.py``): an output that is the new value of an input
+    names that input's description. ``TracingContext.fw_metadata`` isn't filled in yet.
+    """
+    described = joint.graph.output_node().meta.get("desc") or ()
+    written = [getattr(item, "mutated_input", None) for item in tree_leaves(list(described))]
+    inputs = joint.graph.find_nodes(op="placeholder")
+    return {node for node in inputs if node.meta.get("desc") in [w for w in written if w]}
+
+
+def state_wrappers() -> tuple[Any, Any]:
+    """The higher-order ops that run a random op and save the state before it, or under a state."""
+    from torch._prims import rng_prims
+
+    return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
+
+
+def allocations(profile: Any, marker: str) -> tuple[list[tuple[int, int, int]], int]:
+    """The CPU allocator's events in a ``torch.profiler.profile`` with ``profile_memory``.
+
+    :returns: (nanoseconds, bytes taken or given back, address) in order; and when ``marker`` began.
+    """
+    results = profile.profiler.kineto_results
+    found: list[tuple[int, int, int]] = []
+    pending = list(results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.alloc_size, fields.ptr))
+    marked = next((e.start_ns() for e in results.events() if e.name() == marker), 0)
+    return sorted(found, key=lambda change: change[0]), marked
+
+
+def retrace(
+    graph: GraphModule, inputs: Sequence[Any], table: dict[Any, Callable[..., Any]]
+) -> GraphModule:
+    """Trace a graph again under a decomposition table, on its own fake inputs.
+
+    In a tracing context of its own: the current one has the graphs of ``invoke_subgraph`` as they
+    were traced before, and would give these.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = fake_mode_of(inputs)
+    with (
+        isolated_tracing(mode),
+        mode if mode is not None else contextlib.nullcontext(),
+        enable_python_dispatcher(),
+        torch.fx.traceback.preserve_node_meta(),
+    ):
+        return make_fx(torch.fx.Interpreter(graph).run, decomposition_table=table)(*inputs)
+
+
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """The function that torch decomposes an op into, if there is one."""
+    from torch._decomp import decomposition_table
+
+    found: Callable[..., Any] | None = decomposition_table.get(op)
+    return found
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """An integer that is equal for tensors on one storage, while both live."""
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let a tensor count its writes from a number again, after some were undone.
+
+    Left as it is where torch has no such function. Read in ``torch/csrc/autograd/init.cpp`` (2.13).
+    """
+    setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+    if setter is not None:
+        setter((tensor,), (version,))
+
+
+def overlapping(tensors: list[torch.Tensor]) -> set[int]:
+    """Positions of the tensors whose memory overlaps that of another one of the list."""
+    from torch._C._dynamo.guards import compute_overlapping_tensors
+
+    return set(compute_overlapping_tensors(tensors, symbolic=False))
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute on real tensors inside the block, although a fake mode may be active.
+
+    Compilers run under one: a tensor that is made there has no values, and real ones are refused.
+    ``torch.load`` asks the tracing context for it, so there is none inside. Gradients are off.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch._guards.tracing(None), torch.no_grad():
+        yield
+
+
+def saved_tensor_hooks_are_set() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` (a checkpoint, say) is entered."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(False) is not None
+
+
+def size_hint(value: Any) -> int:
+    """A symbolic int's value in the example that is being compiled; 4096 for unbacked ones."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint if value.node.has_hint() else None
+        return 4096 if hint is None else int(hint)
+    return int(value)
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in a fake tensor's sizes, strides and offset, or in a SymInt."""
+    # Most tensors have none; torch's search takes 20 us a tensor, over graphs of 40,000 nodes.
+    if isinstance(value, torch.Tensor) and not getattr(value, "_has_symbolic_sizes_strides", True):
+        return set()
+    from torch.fx.experimental.symbolic_shapes import free_symbols as torch_free_symbols
+
+    return set(torch_free_symbols(value))
+
+
+def plain_symbol(value: Any) -> Any:
+    """The symbol, where a SymInt is just that; else None."""
+    import sympy  # type: ignore[import-untyped]  # it ships no type information
+
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
+def direct_call(target: Any) -> Any:
+    """What an op overload's ``__call__`` calls: one Python frame less on the hot path."""
+    if isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "_op", target)
+    return target
