@@ -277,6 +277,24 @@ def train_gpt2(batch: int, length: int) -> Workload:
     return Workload(loss, inputs, training=True, optimizer=False)
 
 
+def train_bert(batch: int = 4, length: int = 128, layers: int = 4) -> Workload:
+    """A classifier of two classes, without dropout, so that a step has a reference."""
+    model = _from_config(
+        "BertForSequenceClassification",
+        "BertConfig",
+        num_hidden_layers=layers,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ).train()
+    inputs = _pool(
+        lambda g: (
+            torch.randint(30522, (batch, length), generator=g),
+            torch.randint(2, (batch,), generator=g),
+        )
+    )
+    return Workload(_Loss(_Call(model, "logits", "input_ids")), inputs, training=True)
+
+
 def train_resnet18(batch: int = 32, size: int = 32) -> Workload:
     model = _from_config(
         "ResNetForImageClassification",

@@ -11,7 +11,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import claims, compile_time, pairs, partitioning, plot, results, suite
+from benchmarks import (
+    claims,
+    compile_time,
+    pairs,
+    partitioning,
+    plot,
+    results,
+    settling,
+    suite,
+)
 from benchmarks.arms import ARMS, select_arms
 from benchmarks.findings import Finding
 from benchmarks.imports import REPEATS, measure_imports
@@ -193,6 +202,23 @@ def partitioning_command(
         if case.profile:
             console.print(f"{case.case}\n{case.profile}", markup=False, highlight=False)
     _write(out, results.document("partitioning", machine, FULL, cases, complete=True))
+
+
+@app.command("settle")
+def settle_command(
+    models: Annotated[str, typer.Option(help="Names or globs, separated by commas.")] = ",".join(
+        settling.MODELS
+    ),
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each process.")] = 1,
+    out: Out = RESULTS,
+) -> None:
+    """Time every call from the first to a settled one: what a program notices of compiling."""
+    chosen = _checked(select_models, _split(models), "--models")
+    machine = _begin()
+    with console.status("settle") as status:
+        done = settling.measure_settling([m.name for m in chosen], threads, status.update)
+    console.print(results.settling_table(done))
+    _write(out, results.document("settle", machine, FULL, done, complete=True))
 
 
 @app.command("list")

@@ -84,6 +84,12 @@ _MODELS = (
         kind="training",
     ),
     Model(
+        "train-bert4",
+        "BERT-base of 4 layers, 4x128, 2 classes; a step with AdamW",
+        "train_bert",
+        kind="training",
+    ),
+    Model(
         "train-resnet18",
         "ResNet-18, 32x3x32x32, 10 classes; a step with AdamW",
         "train_resnet18",

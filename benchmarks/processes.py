@@ -101,6 +101,9 @@ def measure(
     :param report: is told each step as it begins.
     """
     request = {"model": model, "arm": arm, "threads": threads, "phase": phase}
+    environment = worker_environment(threads, caches)
+    if phase in ("compile", "recompiles"):  # what they take apart is a compile within a call
+        environment["FUSEBOARD_SETTLE"] = "in_calls"
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         paths = [Path(folder) / name for name in ("request.json", "result.json", "stderr")]
         paths[0].write_text(json.dumps(request | {"protocol": protocol.as_dict()}))
@@ -108,7 +111,7 @@ def measure(
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker", *map(str, paths[:2])],
                 cwd=ROOT,
-                env=worker_environment(threads, caches),
+                env=environment,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

@@ -18,6 +18,7 @@ from benchmarks.compile_time import PARTS, Compile, how_cut
 from benchmarks.findings import Finding
 from benchmarks.pairs import Pair
 from benchmarks.protocol import Protocol
+from benchmarks.settling import CALLS, Settling
 from benchmarks.stats import CONFIDENCE
 from benchmarks.suite import Record, Summary
 
@@ -186,6 +187,47 @@ def print_compiles(console: Console, compiles: Sequence[Compile]) -> None:
         for graph in c.graphs:
             if graph["regions"]:
                 console.print(escape(f"{c.model}: {how_cut(graph)}"))
+
+
+def settling_table(settlings: Iterable[Settling]) -> Table:
+    table = Table(title="From the first call to settled ones", title_justify="left")
+    for column in (
+        "model",
+        "",
+        "first answer",
+        "× Dynamo's",
+        "longest later",
+        "× settled",
+        f"worst {CALLS} × settled",
+        "× eager",
+        "settled after",
+        "settled call",
+        "MiB",
+        "runs",
+        "missed",
+    ):
+        table.add_column(column, overflow="fold")
+    for one in settlings:
+        for name, run in (("eager", one.eager), ("cold", one.cold), ("warm", one.warm)):
+            after = "never" if run.settled_s is None else f"{run.settled_s:.1f} s"
+            misses = [miss.partition(": ")[2] for miss in one.misses() if miss.startswith(name)]
+            compared = name != "eager"
+            table.add_row(
+                one.model,
+                name,
+                f"{run.first_s:.2f} s",
+                f"{one.first(run):.2f}" if compared else "",
+                f"{1e3 * run.longest_s:.0f} ms" if compared else "",
+                f"{one.longest(run):.2f}" if compared else "",
+                f"{one.stretch(run):.2f}" if compared else "",
+                f"{one.stretch_of_eagers(run):.2f}" if compared else "",
+                after if compared else "",
+                f"{1e3 * run.settled_call_s:.1f} ms",
+                f"{run.peak_mib}",
+                escape(run.winner),
+                ", ".join(misses),
+            )
+    return table
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:

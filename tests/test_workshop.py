@@ -337,9 +337,13 @@ def test_a_workshop_that_cant_be_started(monkeypatch, own_desk):
     assert report.candidates
 
 
-def test_without_shared_memory_files_serve(monkeypatch, own_desk, tmp_path):
-    """Where there is no /dev/shm."""
-    monkeypatch.setattr(process, "_SHARED_MEMORY", tmp_path / "nowhere")
+@pytest.mark.parametrize("missing", ["it", "room in it"])
+def test_without_shared_memory_files_serve(monkeypatch, own_desk, tmp_path, missing):
+    """Where there is no /dev/shm, or little, as in a container."""
+    if missing == "it":
+        monkeypatch.setattr(process, "_SHARED_MEMORY", tmp_path / "nowhere")
+    else:
+        monkeypatch.setattr(process, "_FURTHER_BYTES", 2**60)
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         run = compiled(model)
@@ -446,7 +450,7 @@ def test_the_workshop_ends_with_the_program(tmp_path, end):
     while alive(number) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not alive(number)
-    with process.request_directory() as directory:  # which removes what killed ones left
+    with process.request_directory(0) as directory:  # which removes what killed ones left
         left = list(directory.parent.glob(f"fuseboard-{child.pid}-*"))
     assert left == []
 

@@ -41,6 +41,9 @@ class KeptCall:
         self.state = read_state(ANSWER_PARTS)
         self.grads = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
+        storages_of = {torch_internals.storage_address(v): v.untyped_storage() for v in inputs}
+        #: Of all inputs, each storage once.
+        self.nbytes = sum(storage.nbytes() for storage in storages_of.values())
         users = Counter(map(torch_internals.storage_address, inputs))
         copied = [value for i, value in enumerate(inputs) if i not in weights]
         whole = {
@@ -101,6 +104,20 @@ class KeptCall:
         pairs = zip(ANSWER_PARTS, self.state, strict=True)
         modes = [f"{part.name}: {value}" for part, value in pairs if part.is_of_thread]
         return "; ".join([f"grad mode {self.grads}", f"inference {self.inference}", *modes])
+
+    def why_no_copies(self, share: float) -> str:
+        """Why all inputs shouldn't be copied for another process; "" if they may.
+
+        :param share: of the free memory, which copies may take.
+        """
+        free = free_bytes(_CPU)
+        if self.nbytes <= _FEW_BYTES or free is None or self.nbytes <= share * free:
+            return ""
+        return (
+            f"copies of inputs and weights for another process take {self.nbytes / 2**20:.0f} MiB, "
+            f"more than the share {share:g} of the {free / 2**20:.0f} MiB that are free "
+            "(prepare_memory)"
+        )
 
     def forget(self) -> None:
         self._values = [_gone]

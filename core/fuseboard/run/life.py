@@ -180,6 +180,11 @@ class Life:
 
     # --- in the thread that asks ----------------------------------------------------------------
 
+    @property
+    def bytes_to_send(self) -> int:
+        """Of inputs and weights."""
+        return self._kept.nbytes
+
     def request(self, directory: Path) -> Request | None:
         """What to ask the workshop; None where an earlier process has asked it."""
         return self._context.copy().run(self._request, directory)
@@ -195,6 +200,9 @@ class Life:
             )
             if self._may_look and (known := self._answers.find()) is not None:
                 self._answer, self._is_recalled = known, True
+                return None
+            if why := self._kept.why_no_copies(self._session.settings.prepare_memory):
+                self._answer = Answer(problem=why, only_here=True)
                 return None
             try:
                 sent = write_inputs(inputs, directory)

@@ -33,6 +33,10 @@ class Order(Protocol):
 
     limit_s: float
 
+    @property
+    def bytes_to_send(self) -> int:
+        """Of inputs and weights."""
+
     def request(self, directory: Path) -> Request | None:
         """What to ask the workshop; None where that isn't needed."""
 
@@ -110,10 +114,10 @@ class Desk:
         self._loading.put(weakref.ref(order))
 
     def _ask(self, order: weakref.ref[Order]) -> None:
-        with request_directory() as directory:
-            alive = order()
-            if alive is None:
-                return
+        alive = order()
+        if alive is None:
+            return
+        with request_directory(alive.bytes_to_send) as directory:
             with beside(), slices.work():
                 request = alive.request(directory)
             answer: Answer | None = Answer()

@@ -27,6 +27,8 @@ from fuseboard.workshop.request import Answer, Request
 #: What importing torch and the plugins may take.
 START_S = 120.0
 _POLL_S = 0.2
+#: What shared memory must have: a multiple of the inputs, and room for the graph and the answer.
+_ROOM, _FURTHER_BYTES = 1.5, 16 * 2**20
 #: Where files are memory, on Linux.
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -142,12 +144,17 @@ class Workshop:
 
 
 @contextmanager
-def request_directory() -> Iterator[Path]:
+def request_directory(needed_bytes: int) -> Iterator[Path]:
     """A directory in shared memory, or where temporary files are; it goes with the block.
 
     That of a process that was killed goes when another one makes its own.
+
+    :param needed_bytes: what is to be written there. Shared memory may be small, as in containers.
     """
-    parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    parent = Path(tempfile.gettempdir())
+    if os.access(_SHARED_MEMORY, os.W_OK):
+        if shutil.disk_usage(_SHARED_MEMORY).free > _ROOM * needed_bytes + _FURTHER_BYTES:
+            parent = _SHARED_MEMORY
     _remove_left_over(parent)
     path = Path(tempfile.mkdtemp(prefix=f"fuseboard-{os.getpid()}-", dir=parent))
     try:
