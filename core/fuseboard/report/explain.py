@@ -116,7 +116,8 @@ _CALLS_TO_SETTLE = 3
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Compile ``fn`` with fuseboard, call it once with these arguments, and say what happened.
 
-    The call is a real one, under the settings and the grad mode that hold now. If its results
+    The call is a real one, under the settings and the grad mode that hold now, but that it waits:
+    candidates are compared within it, whatever ``settle`` says. If its results
     require grad, their backward runs too; no ``.grad`` is touched. Afterwards torch's random
     generators and the buffers of ``fn`` (a module, or a method of one) are as before, and Dynamo
     has forgotten what was compiled: later compiles of ``fn`` aren't changed. What else the call
