@@ -48,14 +48,14 @@ def test_another_database_finds_what_was_recorded(costs, path):
 
 def test_the_key_is_of_level_and_parts():
     """It is the same in every process and version: this one was written down."""
-    assert decision_key("region", {"threads": "2", "graph": "g"}) == (
-        "41d6f4bdb08536cb7965ec0f44c368faae40337aa3baec44"
+    assert decision_key("step", {"threads": "2", "graph": "g"}) == (
+        "e8c80f2b045d74881dd2e68b5d2ea80f75d92be3150c8fa0"
     )
     keys = {
-        decision_key("region", {"graph": "g"}),
+        decision_key("step", {"graph": "g"}),
         decision_key("graph", {"graph": "g"}),
-        decision_key("region", {"graph": "h"}),
-        decision_key("region", {"graph": "g", "threads": ""}),
+        decision_key("step", {"graph": "h"}),
+        decision_key("step", {"graph": "g", "threads": ""}),
     }
     assert len(keys) == 4
 
@@ -91,9 +91,9 @@ def test_a_miss_names_the_part_that_differs(costs):
     costs.record(decision(threads="8", torch="2.12"), decision(threads="2", torch="2.12"))
     costs.record(decision("other", torch="2.13"), decision(level="graph", torch="2.13"))
     asked = {"graph": "g", "threads": "2", "torch": "2.13"}
-    assert costs.nearest("region", asked) == ("torch",)
-    assert costs.nearest("region", {"graph": "g", "threads": "4"}) == ("threads", "torch")
-    assert costs.nearest("region", {"graph": "unknown"}) == ()
+    assert costs.nearest("step", asked) == ("torch",)
+    assert costs.nearest("step", {"graph": "g", "threads": "4"}) == ("threads", "torch")
+    assert costs.nearest("step", {"graph": "unknown"}) == ()
 
 
 def test_they_are_listed_newest_first_and_forgotten_by_key(costs):
@@ -195,7 +195,7 @@ def test_the_settings_say_where(tmp_path):
     assert memory.path is None
     memory.record(decision("in memory"))
     assert memory.find(decision("in memory").key) == decision("in memory")
-    assert memory.nearest("region", {"graph": "in memory"}) == ("threads",)
+    assert memory.nearest("step", {"graph": "in memory"}) == ("threads",)
     assert memory.forget([decision("in memory").key]) == 1
     assert memory.problem == ""
     assert list(tmp_path.iterdir()) == []

@@ -51,7 +51,7 @@ def test_list_shows_winner_and_rival(filled):
     """Newest first: key, level and what; winner with its time, the next best, whether settled."""
     lines = costs("list").splitlines()
     first, second, third, fourth = (" ".join(line.split()) for line in lines[:4])
-    assert first.startswith(f"{NEW.key[:12]} region ")
+    assert first.startswith(f"{NEW.key[:12]} step ")
     assert first.endswith(" model.forward")
     assert second == "inductor 10.5 µs, next best mkldnn 12.0 µs, 3 tried"
     assert third.startswith(f"{OLD.key[:12]} graph ")
@@ -63,9 +63,9 @@ def test_list_shows_winner_and_rival(filled):
     ("words", "keys"),
     [
         ([], [NEW.key, OLD.key]),
-        (["--level", "region"], [NEW.key]),
+        (["--level", "step"], [NEW.key]),
         (["--unsettled"], [OLD.key]),
-        (["--level", "region", "--unsettled"], []),
+        (["--level", "step", "--unsettled"], []),
     ],
 )
 def test_list_as_json(filled, words, keys):
@@ -86,7 +86,7 @@ def test_list_where_the_output_has_no_micro_sign(filled):
 
 def test_list_of_a_level_that_is_none(filled):
     """The levels are told."""
-    assert "'grph': allowed: graph, region, step, capture" in refused("list", "--level", "grph")
+    assert "'grph': allowed: graph, step, capture, call" in refused("list", "--level", "grph")
 
 
 def test_list_without_a_database(tmp_path, monkeypatch):

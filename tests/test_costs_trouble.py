@@ -200,7 +200,7 @@ def check_it_goes_on_in_memory(costs: CostDatabase, warnings, why: str) -> None:
         costs.put_record("tvm", graph, b"value")
     assert [costs.find(decision(graph).key) for graph in "abc"] == list(map(decision, "abc"))
     assert costs.get_record("tvm", "a") == b"value"
-    assert costs.nearest("region", {"graph": "a", "threads": "4"}) == ("threads",)
+    assert costs.nearest("step", {"graph": "a", "threads": "4"}) == ("threads",)
     assert {d.parts["graph"] for d in costs.decisions()} >= set("abc")
     assert why in costs.problem
     assert costs.problem.startswith("measured choices stay in memory: ")

@@ -15,7 +15,7 @@ import fuseboard
 from fuseboard import contracts, errors, hookspecs
 from fuseboard.config import RawSource, check
 from fuseboard.partition import repeats
-from fuseboard.profile.choose import composite, measure, ranks
+from fuseboard.profile.choose import measure, ranks
 from fuseboard.profile.costs.database import CostDatabase as database
 from fuseboard.profile.judge import parting, reference, rewrites, same_results, values
 from fuseboard.profile.observe import sampling
@@ -134,8 +134,6 @@ NUMBERS = {
     "docs/choice.md": [
         f"(longer, up to {WORDS[measure.PATIENCE]} times, where each has had less than "
         f"{WORDS[measure.FEW_ROUNDS]} turns)",
-        f"where calls take under {composite.WORTH_US / 1e3:g} ms",
-        f"where a graph has over {composite.MAX_KINDS} kinds of pieces",
     ],
     "docs/costs.md": [
         f"locked for more than {database.__init__.__kwdefaults__['wait_s']:g} seconds",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 
 import pytest
 import torch
@@ -229,37 +228,6 @@ def test_code_for_one_size_that_writes_to_its_inputs():
             assert_same(x, before)
     (trip,) = all_trips()
     assert (trip.plugin, trip.instead) == ("static", "eager where x.size()[0] = 5, x.size()[1] = 4")
-
-
-def test_a_backend_that_writes_in_a_piece_of_a_graph():
-    """The composite's pieces are timed on copies; the piece goes to another backend."""
-    weight, x = rnd(8, 8), rnd(4, 8)
-    before = weight.clone()
-
-    def h(x):
-        return ((x @ weight).relu() @ weight.t()).tanh().sum(-1)
-
-    def call(eager_call, region):
-        slow = "tanh" in str(region.graph.graph) and region.backend == "bad"
-        slow = slow or ("relu" in str(region.graph.graph) and region.backend == "good")
-        own = eager_call
-        if region.backend == "bad" and not region.whole:
-            own = writing(WAYS["op"], range(99), which=-1)(eager_call, region)
-
-        def run(args):
-            time.sleep(0.01 * slow)
-            return own(args)
-
-        return run
-
-    with plugged("bad", call=call, info=QUICK), plugged("good", call=call, info=QUICK):
-        fn = compiled(h, "bad", "good", measure_s=0.1)
-        with torch.no_grad():
-            for _ in range(3):
-                torch.testing.assert_close(fn(x), h(x))
-    assert_same(weight, before)
-    assert {trip.plugin for trip in all_trips()} == {"bad"}
-    assert "wrote to the inputs" in all_trips()[0].error
 
 
 def test_parts_of_a_wrong_region_run_on_copies():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,19 +27,15 @@ from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.failure import CONTAINING, ask, describe, trip
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.specialise import compiling
-from fuseboard.lower.static import is_symbolic
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
-from fuseboard.partition.pieces import cut_pieces
 from fuseboard.partition.pins import Pins
-from fuseboard.partition.regions import Cut, cut_regions
-from fuseboard.partition.views import pull_views
+from fuseboard.partition.regions import cut_regions
 from fuseboard.planning import Planner, defers
 from fuseboard.profile.choose.book import Book
 from fuseboard.profile.choose.candidates import Candidate
-from fuseboard.profile.choose.composite import Composite
 from fuseboard.profile.choose.ranks import Decide, check_same, from_first, several_ranks
 from fuseboard.profile.choose.tuner import Tuner
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
@@ -308,16 +304,14 @@ class Pipeline:
             for node in work.graph.graph.nodes
             if node.op == "call_function"
         ]
-        composite = self._composite(work, plans)
         record = self.records[-1] if self.records is not None else None
 
         def installed(winner: Candidate) -> None:
             assert winner.program is not None
             report.regions[:] = winner.regions
-            plan = plans.get(winner) or composite.plan  # type: ignore[union-attr]
             if record is not None:
-                record.plan = plan
-            describe_nodes(work, plan, winner.program.sites)
+                record.plan = plans[winner]
+            describe_nodes(work, plans[winner], winner.program.sites)
 
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
         book = Book.of(session, work.captured, work.kind, work.fixed, report)
@@ -328,7 +322,7 @@ class Pipeline:
         if work.kind != "backward":
             self.capture_book = dataclasses.replace(book, level="capture")
         decide = self._agreed(work, book) if several_ranks() else None
-        tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed, decide, composite)
+        tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed, decide)
         tuner.start(defers=defers(session, work.graph))
 
     def _strict_lowering(self, work: Work) -> Lowering:
@@ -336,39 +330,6 @@ class Pipeline:
         counter = dataclasses.replace(work.counter, applied=[])
         own = dataclasses.replace(work.report, regions=[])
         return dataclasses.replace(self._lowering(work, own, counter), strict=True)
-
-    def _composite(self, work: Work, plans: Mapping[Candidate, Plan]) -> Composite | None:
-        """What may be put together from those that compile quickly; None where nothing may.
-
-        Guards that are added to symbolic sizes later would be lost; and ranks would put different
-        pieces together.
-        """
-        session = self.session
-        alone: dict[str, tuple[Candidate, Plan]] = {}
-        for candidate, plan in plans.items():
-            if name := self.planner.only_backend(work, plan):
-                alone.setdefault(name, (candidate, plan))
-        if len(alone) < 2 or is_symbolic(work.graph) or several_ranks():
-            return None
-        kept = list(work.kept)
-        own = dataclasses.replace(self._strict_lowering(work), real={})  # no weights are held
-
-        def regions(placements: Mapping[str, str]) -> tuple[dict[str, str], list[Cut]]:
-            nodes = placed(work.graph, work.kept)
-            chosen = pull_views(nodes, placements, work.claims, work.wishes.pins)
-            merge = session.settings.merge_regions
-            return chosen, cut_regions(work.graph, chosen, kept, merge=merge)
-
-        return Composite(
-            session,
-            Candidate([], own, CandidateReport("composite")),
-            {name: candidate for name, (candidate, _) in alone.items()},
-            partial(self._strict_lowering, work),
-            lambda: cut_pieces(
-                work.graph, {name: plan for name, (_, plan) in alone.items()}, work.claims, kept
-            ),
-            regions,
-        )
 
     def _agreed(self, work: Work, book: Book) -> Decide:
         """How decisions are made in a job of several ranks: by rank 0.

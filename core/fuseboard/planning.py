@@ -110,14 +110,6 @@ class Planner:
         guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
         return [self._plan(work, [*guessed, eager], settings.repeats)[1]]
 
-    def only_backend(self, work: Work, plan: Plan) -> str:
-        """The one that a plan is for, where it compiles quickly, pins aside; "" for others."""
-        eager = self.session.backends[-1].name
-        used = set(plan.placements.values()) - set(work.wishes.pins.values()) - {eager}
-        quick = {info.name for info in self.session.backends if info.compiles_quickly}
-        only = next(iter(used), eager) if len(used) < 2 else ""
-        return only if only in quick else ""
-
     def _eager_plan(self, work: Work) -> Plan:
         return self._plan(work, [self.session.backends[-1]], "never")[1]
 

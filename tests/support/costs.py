@@ -19,7 +19,7 @@ def decision(
     winner: str = "inductor",
     settled: bool = True,
     created: float = 1_000_000.0,
-    level: str = "region",
+    level: str = "step",
     **changes: str,
 ) -> Decision:
     """One between three candidates: timed, timed, failed.

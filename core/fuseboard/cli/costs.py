@@ -24,7 +24,7 @@ costs = typer.Typer(
 )
 
 _KEY_SHOWN = 12
-_LEVELS = ("graph", "region", "step", "capture")
+_LEVELS = ("graph", "step", "capture", "call")
 _DAY_S = 86_400.0
 
 

@@ -32,7 +32,7 @@ from fuseboard.torch_api.state import StateGuard
 log = logging.getLogger("fuseboard")
 
 #: Comparisons of a graph that may follow each other: what is compiled elsewhere, what only this
-#: process can compile, what there was no memory for beside others, the composite.
+#: process can compile, what there was no memory for beside others.
 _ROUNDS = 8
 #: How long the end of a process waits for its killed child to be gone, and the files with it.
 _END_S = 5.0

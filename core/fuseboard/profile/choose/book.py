@@ -30,7 +30,7 @@ from fuseboard.profile.costs.database import (
 from fuseboard.profile.costs.rows import NOT_TRIED
 from fuseboard.report.data import CandidateReport, GraphReport
 
-Level = Literal["graph", "region", "step", "capture", "call"]
+Level = Literal["graph", "step", "capture", "call"]
 
 #: Settings that change which candidates there are, or what is right.
 _SETTINGS = (

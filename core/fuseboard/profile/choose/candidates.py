@@ -107,8 +107,7 @@ class Candidate:
         told.latency_us, told.low_us, told.high_us = cost.latency_us, cost.low_us, cost.high_us
         told.peak_bytes = cost.peak_bytes
         if lost and (cost.latency_us or settled):
-            tried = "failed" if self.cuts else "untried"  # the composite had nothing to gain
-            self.drop(tried if cost.problem else "slower", cost.problem)
+            self.drop("failed" if cost.problem else "slower", cost.problem)
 
     def drop(self, state: str, problem: str = "") -> None:
         """Let go of what was lowered."""

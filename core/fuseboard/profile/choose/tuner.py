@@ -25,7 +25,6 @@ from fuseboard.lower.specialise import compiling
 from fuseboard.profile.choose import background
 from fuseboard.profile.choose.book import Book
 from fuseboard.profile.choose.candidates import Candidate, tell_what_preparing_gains
-from fuseboard.profile.choose.composite import Composite
 from fuseboard.profile.choose.layouts import Layouts
 from fuseboard.profile.choose.measure import generators_put_back
 from fuseboard.profile.choose.ranks import Decide, here
@@ -54,7 +53,6 @@ class Tuner:
     :param book: where decisions are kept.
     :param installed: is told of each winner.
     :param decide: answers what a function does, or what it did on another rank.
-    :param composite: what is tried last, once it is known which of the others are right.
     """
 
     def __init__(
@@ -66,11 +64,9 @@ class Tuner:
         book: Book,
         installed: Callable[[Candidate], None],
         decide: Decide | None = None,
-        composite: Composite | None = None,
     ) -> None:
         self._runner = runner
         self._candidates = list(candidates)
-        self._composite = composite
         self._static = static
         self._mode = mode
         self._book = book
@@ -132,12 +128,6 @@ class Tuner:
         if decision is None:
             return self._candidates
         known = {cost.name: cost for cost in decision.candidates}
-        if self._composite is not None and self._composite.name in known:
-            won = decision.winner == self._composite.name
-            if won and not self._composite.recall(self._runner.board):
-                return self._candidates  # what it was made of is gone: all is measured again
-            if won or known[self._composite.name].tried:
-                self._add_composite()
         winner = next((c for c in self._candidates if c.name == decision.winner), None)
         if winner is None or not self._lower(winner, defers=False):
             return [c for c in self._candidates if c is not winner]
@@ -223,32 +213,11 @@ class Tuner:
         return True
 
     def _rest_is_due(self) -> None:
-        """Let the next call lower and compare what only this process can compile.
-
-        When nothing else is to come, the composite.
-        """
+        """Let the next call lower and compare what only this process can compile."""
         if not self._due:
             self._due = [candidate for candidate in self._candidates if candidate.postponed]
-        if self.settled and self._composite is not None and self._chosen is not None:
-            if self._composite.is_worth_trying(self._chosen) and self._add_composite():
-                self._due = [self._composite.candidate]
         if self._due:
             self._runner.interrupt(self._call)
-
-    def _add_composite(self) -> bool:
-        """Whether the composite wasn't among the candidates before."""
-        composite = self._composite
-        if composite is None or composite.candidate in self._candidates:
-            return False
-        self._candidates.append(composite.candidate)
-        self._report.candidates.append(composite.candidate.told)
-        return True
-
-    def _composed(self, candidate: Candidate, inputs: list[Any]) -> bool:
-        """Whether a candidate's regions are known; the composite's are found now."""
-        if candidate.cuts or self._composite is None:
-            return True
-        return self._composite.compose(self._runner.board, inputs)
 
     def _limit_bytes(self) -> int:
         return 0 if self.settled else self._session.settings.keep_mb * 2**20
@@ -277,8 +246,6 @@ class Tuner:
             profiling,
         ):
             for candidate in order:
-                if not self._composed(candidate, inputs):
-                    continue
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
                 if not candidate.proven and not self._verify(candidate, inputs, proofs, layouts):
