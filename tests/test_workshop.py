@@ -236,6 +236,24 @@ def test_random_numbers_of_the_user_are_left_alone():
     torch.testing.assert_close(drawn(compiled(model)), drawn(model))
 
 
+def test_a_first_call_that_raises_isnt_the_last_word():
+    """The next one that doesn't raise is tried in its place."""
+    table = torch.nn.Embedding(10, 64)
+    model = torch.nn.Sequential(table, mlp())
+    run, good, bad = compiled(model), torch.arange(8), torch.full((8,), 99)
+    with torch.no_grad():
+        with pytest.raises(IndexError):
+            run(bad)
+        assert not fuseboard.wait(120)
+        torch.testing.assert_close(run(good), model(good))
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(good), model(good))
+        with pytest.raises(IndexError):
+            run(bad)
+    (report,) = fuseboard.last_report().graphs
+    assert report.candidates
+
+
 def test_a_graph_that_another_process_cant_read_is_compiled_in_a_call():
     """An op that the program defines; the report says so."""
     with torch.library._scoped_library("workshoptest", "DEF") as library:

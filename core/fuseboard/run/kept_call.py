@@ -38,6 +38,7 @@ class KeptCall:
     def __init__(
         self, inputs: Sequence[torch.Tensor], weights: Collection[int], as_strided: bool
     ) -> None:
+        self.weights = frozenset(weights)
         self.state = read_state(ANSWER_PARTS)
         self.grads = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()

@@ -83,6 +83,8 @@ class Life:
         self._compiled: Compiled | None = None
         self._answers: KeptAnswers | None = None
         self._answer: Answer | None = None
+        #: How many calls may take the place of the first one, and whether the next one is to.
+        self._calls_left, self._wants_call = 3, False
         #: Why only a call can go on with it; "" where work beside calls can.
         self._why_here = ""
         #: Whether an earlier process's answer will do, and whether this one is.
@@ -133,12 +135,13 @@ class Life:
     @property
     def waiting(self) -> int:
         """Whether something is done for it beside calls."""
-        return int(self.state in (GraphState.WATCHING, GraphState.LOADING) and not self._why_here)
+        needs_call = bool(self._why_here) or self._wants_call
+        return int(self.state in (GraphState.WATCHING, GraphState.LOADING) and not needs_call)
 
     def settle(self) -> bool:
         """Let the trial end now, on the inputs that were kept; False where they weren't."""
         inputs = self._kept.inputs()
-        if self.settled or inputs is None:
+        if self.settled or inputs is None or self._wants_call:
             return self.settled
         try:
             with self._kept.entered(), StateGuard():
@@ -235,6 +238,8 @@ class Life:
         answer = self._answer
         if answer.dynamo_wins:
             self._dynamo_runs(answer.reports)
+        elif answer.again:
+            self._try_another_call(answer.problem)
         elif answer.only_here:
             self._compile_in_a_call(answer.problem)
         elif answer.program is None:
@@ -262,6 +267,34 @@ class Life:
         for report in reports or (self._report,):
             emit(report)
         self._tell_settled(EAGER)
+
+    def _try_another_call(self, problem: str) -> None:
+        """The call that was kept raises: keep the next one that doesn't, and ask about that."""
+        self._calls_left -= 1
+        if self._calls_left < 0:
+            self.fail(problem)
+            return
+        weights = self._kept.weights
+        as_strided = "as_strided" in self._graph.code
+
+        def keep(*args: Any) -> Any:
+            results = self._watch(*args)
+            with self._compiling:
+                if self._wants_call:
+                    self._wants_call = False
+                    self._route.put(self._watch)
+                    try:
+                        self._kept = KeptCall(args, weights, as_strided)
+                    except CannotKeep as error:
+                        self.fail(str(error))
+                    else:
+                        self._answer = None
+                        desk().submit(self)
+            return results
+
+        self._wants_call = True
+        kept: Run = torch.compiler.disable(keep)
+        self._route.put(kept)
 
     def _compile_in_a_call(self, why: str) -> None:
         """Let the next call compile it, since only this process can; calls wait for that."""

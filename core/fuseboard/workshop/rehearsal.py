@@ -14,6 +14,7 @@ from fuseboard.board import board, register
 from fuseboard.capture.call import Compiled, compile_graph
 from fuseboard.capture.carried import NotCarried, pack
 from fuseboard.capture.comparison import CannotCompare
+from fuseboard.errors import CONTAINED
 from fuseboard.lower.failure import describe
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.torch_api.bundles import bundling
@@ -82,7 +83,10 @@ def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[Graph
     except CannotCompare as why:
         return Answer(problem=f"its calls can't be made again: {why}", only_here=True)
     for _ in range(_CALLS):
-        make_call()
+        try:
+            make_call()
+        except CONTAINED as error:  # what is compiled has been held against eager: the user's own
+            return Answer(problem=f"the call raises {describe(error)}", again=True)
         if compiled.is_decided():
             break
     if compiled.dynamo_wins():

@@ -40,6 +40,7 @@ class Answer:
     :ivar reports: of the graphs that AOTAutograd made of it.
     :ivar problem: why there is nothing to load; "" where there is.
     :ivar program: what was chosen, as :func:`fuseboard.capture.carried.pack` made it.
+    :ivar again: the call raised, as it does in eager: another one may do.
     :ivar only_here: the problem is that of another process alone, such as one that doesn't find an
         op which the program defines.
     """
@@ -48,4 +49,5 @@ class Answer:
     reports: tuple[GraphReport, ...] = field(default=())
     problem: str = ""
     program: bytes | None = None
+    again: bool = False
     only_here: bool = False
