@@ -62,12 +62,11 @@ with torch.set_grad_enabled(steps):
             break
 winner = ""
 if backend == "fuseboard":
-    graphs = fuseboard.last_report().graphs
-        winner = "; ".join(
-        graph.instead.partition(":")[0]
-        or next((one.name for one in graph.candidates if one.state == "chosen"), "not decided")
-        for graph in graphs
-        if graph.kind != "joint"
+    graphs = [graph for graph in fuseboard.last_report().graphs if graph.kind != "joint"]
+    chosen = [[one.name for one in g.candidates if one.state == "chosen"] for g in graphs]
+    winner = "; ".join(
+        graph.instead.partition(":")[0] or next(iter(names), "not decided")
+        for graph, names in zip(graphs, chosen)
     )
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 found = {"first_s": first, "calls_s": calls, "settled_s": settled_s}
