@@ -1,8 +1,8 @@
 # Everything runs in .venv, which the first target that needs it creates.
 #
 #   make demo        a pretrained model answers questions through torch.compile
-#   make test        the tests, except those marked slow
-#   make test-slow   those marked slow
+#   make test        the tests that take minutes: two cases of each, none marked slow or thorough
+#   make test-all    all of them, which takes most of an hour
 #   make test-contrib  those of the distributions in contrib/
 #   make lint        ruff, mypy, import-linter, vulture; changes nothing
 #   make format      ruff's formatter and its safe fixes
@@ -36,7 +36,7 @@ SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 NO_ZENTORCH := echo 'zentorch could not be installed: tests that need it are skipped' >&2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-contrib lint format bench gpu-check clean
+.PHONY: help demo test test-all test-contrib lint format bench gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,10 +45,10 @@ demo: $(STAMP)-demo
 	HF_HUB_OFFLINE=1 $(BIN)/fuseboard demo $(ARGS)
 
 test: $(STAMP)-dev $(STAMP)-demo
-	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" --sample $(ARGS)
 
-test-slow: $(STAMP)-dev $(STAMP)-demo
-	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow $(ARGS)
+test-all: $(STAMP)-dev $(STAMP)-demo
+	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-contrib: $(STAMP)-dev $(STAMP)-demo
 	@$(PIP) install $(KEEP_TORCH) './contrib/openvino[dev]'

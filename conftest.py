@@ -41,6 +41,38 @@ import torch  # noqa: E402
 logging.getLogger("torch.__trace").propagate = True
 
 
+#: Of each parametrised test, so many cases run under ``--sample``.
+_SAMPLE = 2
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--sample`` is what `make test` runs, so that it is run."""
+    parser.addoption(
+        "--sample",
+        action="store_true",
+        help=f"of each parametrised test run {_SAMPLE} cases, and none marked thorough",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `make test-all` runs besides. The same everywhere: nothing is drawn."""
+    if not config.getoption("--sample"):
+        return
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[pytest.Item] = set()
+    for cases in by_test.values():
+        if cases[0].get_closest_marker("thorough"):
+            continue
+        whole = len(cases) <= _SAMPLE or cases[0].get_closest_marker("whole")
+        # The first one, which is mostly the plain one, and one from the middle.
+        kept.update(cases if whole else (cases[0], cases[len(cases) // 2]))
+    left_out = [item for item in items if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item in kept]
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
     """No test meets code, seeds or a precision that another one left behind."""

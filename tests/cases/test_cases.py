@@ -89,6 +89,7 @@ def test_all_cases_are_found(file, count):
     assert len(NAMES[file]) == count
 
 
+@pytest.mark.whole
 @vendored_case
 def test_case(modules, name):
     """What eager promises holds."""
