@@ -22,6 +22,7 @@ from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Boxed
 from fuseboard.errors import CONTAINED
 from fuseboard.lower.failure import describe
+from fuseboard.partition.replay import draws
 from fuseboard.partition.stages import has_effects
 from fuseboard.profile.choose import background
 from fuseboard.profile.choose.book import Book
@@ -118,6 +119,9 @@ class Capture:
 
         :raises CannotCompare: the reason is the text.
         """
+        nodes = [node for entry in self._entries for node in entry.captured.graph.nodes]
+        if any(map(_may_draw, nodes)):
+            raise CannotCompare("it may draw random numbers, as the user's threads do meanwhile")
         own = self._inputs(inputs)
         self._must_be_comparable()
         self._must_have_room(own)
@@ -255,6 +259,11 @@ def give_up(runner: Runner, instead: str, problem: str = "") -> None:
         elif candidate.state == "chosen" and candidate.name != "eager":
             candidate.state = "slower"
     emit(report)
+
+
+def _may_draw(node: Node) -> bool:
+    """Whether a node draws random numbers, itself or in a graph that it calls."""
+    return draws(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _is_plain(node: Node) -> bool:

@@ -100,7 +100,7 @@ def _dynamo_traces_for_the_board() -> bool:
     tracing = getattr(getattr(dynamo, "tls", None), "current_tx", None)
     backend = getattr(getattr(tracing, "output", None), "compiler_fn", None)
     while backend is not None:
-        if str(getattr(backend, "__module__", "")).startswith(f"{__package__}."):
+        if str(getattr(backend, "__module__", "")).startswith("fuseboard."):
             return True
         inner = (getattr(backend, name, None) for name in _WRAPPED)
         backend = next((one for one in inner if one is not None), None)
