@@ -45,7 +45,7 @@ demo: $(STAMP)-demo
 	HF_HUB_OFFLINE=1 $(BIN)/fuseboard demo $(ARGS)
 
 test: $(STAMP)-dev $(STAMP)-demo
-	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" --sample $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --sample $(ARGS)
 
 test-all: $(STAMP)-dev $(STAMP)-demo
 	$(TEST_ENV) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)

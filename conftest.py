@@ -50,27 +50,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample",
         action="store_true",
-        help=f"of each parametrised test run {_SAMPLE} cases, and none marked thorough",
+        help=f"of each parametrised test run {_SAMPLE} cases, and none marked thorough or slow",
     )
+    parser.addoption("--rest", action="store_true", help="run what --sample leaves out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `make test-all` runs besides. The same everywhere: nothing is drawn."""
-    if not config.getoption("--sample"):
+    sample, rest = config.getoption("--sample"), config.getoption("--rest")
+    if not sample and not rest:
         return
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
     for cases in by_test.values():
-        if cases[0].get_closest_marker("thorough"):
+        if any(cases[0].get_closest_marker(name) for name in ("slow", "thorough")):
             continue
         whole = len(cases) <= _SAMPLE or cases[0].get_closest_marker("whole")
         # The first one, which is mostly the plain one, and one from the middle.
         kept.update(cases if whole else (cases[0], cases[len(cases) // 2]))
-    left_out = [item for item in items if item not in kept]
+    left_out = [item for item in items if (item in kept) == rest]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item in kept]
+    items[:] = [item for item in items if (item in kept) != rest]
 
 
 @pytest.fixture(autouse=True)

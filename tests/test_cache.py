@@ -65,6 +65,7 @@ def test_another_process_takes_the_artifact_without_lowering(directory):
     assert second["notes"] == first["trips"] == second["trips"] == []
 
 
+@pytest.mark.thorough
 def test_two_processes_at_once(directory):
     """Both write; both are right; what is left is one whole artifact that a third one takes."""
     both = [start(directory, sleep_s=1.0) for _ in range(2)]

@@ -35,6 +35,7 @@ def ranks(tmp_path_factory):
     return answers
 
 
+@pytest.mark.thorough
 def test_all_take_what_rank_0_measured(ranks):
     """Only rank 0 measures; the other one would have chosen otherwise."""
     assert ranks[0]["agreed"] == [True, ["b"], [2]]

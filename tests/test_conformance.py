@@ -482,6 +482,7 @@ def test_ids_are_names():
     assert "softmax_infinite_rows" in mark.kwargs["ids"]
 
 
+@pytest.mark.thorough
 def test_failures_are_not_buried_in_torchs_trace(tmp_path):
     """In a third party's tests, too, torch makes no structured trace for pytest to show."""
     (tmp_path / "test_it.py").write_text(

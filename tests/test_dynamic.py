@@ -196,6 +196,7 @@ def test_sizes_that_data_decide(through):
 
 
 @pytest.mark.parametrize("function", ["nonzero", "mask", "float"])
+@pytest.mark.thorough
 def test_inductor_on_a_region_that_reads_what_data_decide(function):
     """The symbol is bound where it is made, in another region; no other region makes it."""
 

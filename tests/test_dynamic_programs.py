@@ -85,6 +85,7 @@ search = settings(
 
 @search
 @given(programs())
+@pytest.mark.thorough
 def test_symbolic(drawn):
     """Cut at nearly every node, every check on."""
     with plugged("other"):
@@ -94,6 +95,7 @@ def test_symbolic(drawn):
 
 @search
 @given(programs())
+@pytest.mark.thorough
 def test_specialised(drawn):
     """A backend without dynamic shapes among others; some batches beyond ``max_shapes``."""
     with plugged("static", info={"dynamic_shapes": False}), plugged("other"):

@@ -113,6 +113,7 @@ def test_tuning_records_of_the_child(place):
     assert costs.get_record("crashing", "where") == b"child"
 
 
+@pytest.mark.thorough
 def test_it_works_without_a_cache(place):
     """Nothing is kept then."""
     call(place, "works", cache=False)
@@ -120,6 +121,7 @@ def test_it_works_without_a_cache(place):
     assert not (place / "cache").exists()
 
 
+@pytest.mark.thorough
 def test_symbolic_sizes_reach_the_child(place):
     """With what is known of them; guards that lowering adds there are added here."""
     torch._dynamo.reset()
@@ -165,6 +167,7 @@ def test_backends_that_dont_crash_are_not_isolated(place):
         ("exits", "exit code 3"),
     ],
 )
+@pytest.mark.thorough
 def test_a_crash_trips_and_the_next_backend_runs(place, how, name):
     """The trip holds the signal's name, and what the process said last."""
     call(place, how)
@@ -175,6 +178,7 @@ def test_a_crash_trips_and_the_next_backend_runs(place, how, name):
     assert tries(place) == ["child"]
 
 
+@pytest.mark.thorough
 def test_a_crash_isnt_tried_again(place, monkeypatch):
     """In no process, until the fingerprint changes; the report says so, and what forgets it."""
     call(place, "aborts")
@@ -194,6 +198,7 @@ def test_a_crash_isnt_tried_again(place, monkeypatch):
     assert tries(place) == ["child", "child", "child"]
 
 
+@pytest.mark.thorough
 def test_a_process_that_was_killed_is_tried_again(place):
     """As one is where memory runs short: that isn't the backend's doing."""
     call(place, "SIGKILL")
@@ -211,6 +216,7 @@ def test_a_crash_raises_where_the_policy_says_so(place):
 
 
 @pytest.mark.parametrize("how", ["sleeps", "hangs"])
+@pytest.mark.thorough
 def test_a_child_that_takes_too_long_is_ended(place, how):
     """After ``hook_limit_s``, though no Python code could stop it; it counts as a crash."""
     call(place, how, hook_limit_s=2.0)
@@ -264,6 +270,7 @@ def _gone(pid: int) -> bool:
     ("how", "said"),
     [("raises", "LoweringError: not today"), ("breaks", "it raised RuntimeError: no engine")],
 )
+@pytest.mark.thorough
 def test_what_is_raised_in_the_child_trips_here(place, how, said):
     """It is no crash: it may be tried again."""
     call(place, how)

@@ -214,6 +214,7 @@ def test_ilp_asks_for_scipy(monkeypatch):
     assert "pip install scipy" in text
 
 
+@pytest.mark.thorough
 def test_sizes_may_be_symbolic():
     """Every policy, with sizes that change between calls."""
     for options in POLICIES:
@@ -291,6 +292,7 @@ def test_a_mark_on_everything_is_that_budget(budget, options):
 
 
 @pytest.mark.parametrize(("inside", "outside"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.5)])
+@pytest.mark.thorough
 def test_a_mark_decides_for_its_nodes_alone(inside, outside):
     """Two of four like blocks marked: what is saved lies half way between the two budgets."""
     x = rnd(3, 8, WIDTH)

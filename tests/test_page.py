@@ -344,6 +344,7 @@ def test_what_is_folded_can_be_searched(opened):
     assert "name add_20" in page.details()
 
 
+@pytest.mark.thorough
 def test_all_1500_nodes_unfold_while_the_page_answers(opened):
     """Nothing blocks for long, and folding all again leaves the outermost level."""
     page = opened(layered(24, ops=LAYER * 10 + ("mul", "sub")))

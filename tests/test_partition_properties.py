@@ -155,6 +155,7 @@ def sources_of(node: Node, homes: dict[Node, int]) -> set[int]:
 
 @search(80)
 @given(recipes(), claims(), claims(), options)
+@pytest.mark.thorough
 def test_every_cut_is_sound(recipe, first, second, options):
     """Regions cover the ops once, depend on each other in one direction only, and keep order."""
     done = partition(recipe, first, second, **options)
@@ -224,6 +225,7 @@ def test_backends_run_what_they_claimed(recipe, first, second, options, pins):
 
 @search(80)
 @given(recipes(), claims(), claims(), options, st.sampled_from(["choice", "always"]))
+@pytest.mark.thorough
 def test_results_are_eagers_bit_for_bit(recipe, first, second, options, verify):
     """Values, strides, aliases' values, random numbers and effects, in two calls; with other
     numbers of rows where that is symbolic."""

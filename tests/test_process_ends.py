@@ -76,6 +76,7 @@ def kept(folder: Path) -> Decision:
 
 @pytest.mark.parametrize(("how", "code"), [("interrupted", -2), ("multiprocessing", 0)])
 @needs_fork
+@pytest.mark.thorough
 def test_nothing_is_left_of_what_was_being_compiled(how, code, tmp_path):
     """Neither the child, nor what it started, nor their files."""
     done = ends(how, tmp_path)
@@ -86,6 +87,7 @@ def test_nothing_is_left_of_what_was_being_compiled(how, code, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a stopped child")
+@pytest.mark.thorough
 def test_a_killed_process_takes_its_stopped_child_along(tmp_path):
     """Killed while it measures, which is when the child is stopped."""
     done = ends("killed", tmp_path)
@@ -121,6 +123,7 @@ def job(asked: threading.Event) -> background.Job:
 
 
 @needs_fork
+@pytest.mark.thorough
 def test_a_forked_childs_end_leaves_the_parents_compile_alone(tmp_path):
     """Both backends are timed then; the fork knows that nothing comes to it."""
     done = ends("fork", tmp_path)
@@ -179,6 +182,7 @@ def state() -> str:
 
 
 @pytest.mark.usefixtures("_measured")
+@pytest.mark.thorough
 def test_a_death_by_signal_is_no_verdict(tmp_path):
     """This process does without the backend and says so; the next one tries it again."""
     how = "SIGSEGV"

@@ -68,6 +68,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_training_script(tmp_path):
     """Its arguments, output and exit code pass; the trace has what was promised."""
     done = run(written(tmp_path, TRAINING), "--out", str(tmp_path / "new"), "--", "3", "-x")
@@ -102,6 +103,7 @@ def test_a_training_script(tmp_path):
     assert str(path) in done.stderr
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_a_trace(tmp_path):
     """Of what ran until then; the traceback is the script's own."""
     script = written(tmp_path, INTERRUPTED)

@@ -219,6 +219,7 @@ def test_eager(program, grad):
 
 @search(20)
 @given(programs(), st.booleans())
+@pytest.mark.thorough
 def test_many_regions(program, grad):
     """Cut at nearly every node, every check on."""
     with plugged("other"):
@@ -228,6 +229,7 @@ def test_many_regions(program, grad):
 
 @search(20)
 @given(programs())
+@pytest.mark.thorough
 def test_symbolic_sizes(program):
     """Every size a symbol that can be one."""
     agrees(program, False, "eager", dynamic=True)
@@ -235,6 +237,7 @@ def test_symbolic_sizes(program):
 
 @search(20)
 @given(programs())
+@pytest.mark.thorough
 def test_mkldnn(program):
     """Inference through oneDNN's operators where there is something for them."""
     agrees(program, False, "mkldnn", "eager")

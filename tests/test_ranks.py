@@ -90,6 +90,7 @@ def test_equal_graphs_pass(job):
     assert [rank["seen"] for rank in job("same")] == ["same", "same"]
 
 
+@pytest.mark.thorough
 def test_different_graphs_fail_on_every_rank(job):
     """The error names the rank and the part, on rank 0 as well."""
     for rank in job("different", size=3):

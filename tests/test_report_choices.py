@@ -430,6 +430,7 @@ def artifacts(path: Path) -> list[tuple[dict, str]]:
     ]
 
 
+@pytest.mark.thorough
 def test_reports_are_in_torchs_structured_trace(tmp_path):
     """As JSON and as text, under Dynamo's compile id: tlparse lists them beside torch's own."""
     script = tmp_path / "traced.py"
@@ -460,6 +461,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.thorough
 def test_each_comparison_is_in_the_structured_trace(tmp_path):
     """It is made in a call, when no compile is under way; its record has the compile's id still."""
     pytest.importorskip("fuseboard_mkldnn")

@@ -431,6 +431,7 @@ def test_sessions_work_in_any_thread():
     assert profiler.result.samples == (WORK,)
 
 
+@pytest.mark.thorough
 def test_nothing_of_it_is_loaded_where_it_is_not_used():
     """Compiling and calling doesn't import the profiler; the profiler doesn't import Dynamo."""
     program = """

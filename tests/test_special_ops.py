@@ -186,6 +186,7 @@ def reasons() -> list[str]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("program", INFERENCE, ids=lambda f: f.__name__)
+@pytest.mark.thorough
 def test_inference_is_as_in_eager(program, order):
     """On every order of backends, without a trip, with a reason for each op."""
     backends = ORDERS[order]

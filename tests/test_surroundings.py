@@ -92,6 +92,7 @@ def _winning(winner: str) -> Any:
     ],
     ids="+".join,
 )
+@pytest.mark.thorough
 def test_functorchs_transforms_inside(names):
     """Their levels are in Dynamo's graph, which is the first candidate."""
     program = Program(tuple((name, (("tanh", ()), ("own_writes", ()))) for name in names))

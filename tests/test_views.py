@@ -219,6 +219,7 @@ def test_symbolic_sizes():
 
 @pytest.mark.parametrize("backend", ["inductor", "mkldnn", "onnxruntime"])
 @pytest.mark.usefixtures("_measured")
+@pytest.mark.thorough
 def test_backends(backend):
     model, x = Tokens().eval(), rnd(1, 16, 6)
     fn = compiled(model, backend, "eager", measure_s=0.1)

@@ -296,6 +296,7 @@ def test_prepared_values_are_freed_with_the_module(hoisting):
     assert sum(reference() is not None for reference in values) == 1
 
 
+@pytest.mark.thorough
 def test_a_module_at_the_address_of_a_freed_one():
     """Memory is reused within a few calls: an address is no identity."""
     fn = compiled(lambda model, x: Scaled.forward(model, x))
@@ -310,6 +311,7 @@ def test_a_module_at_the_address_of_a_freed_one():
     assert repeated, "no address came back: the test shows nothing"
 
 
+@pytest.mark.thorough
 def test_data_assigned_to_and_fro():
     """The parameter stays, its memory goes and comes back with other content."""
     model = Scaled()

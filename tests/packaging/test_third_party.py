@@ -49,6 +49,7 @@ def run_template_tests(environment, name):
     return environment.run("python", "-m", "pytest", "-p", "no:cacheprovider", tests)
 
 
+@pytest.mark.thorough
 def test_its_own_tests_pass(environment):
     """What the template ships as its tests holds beside the wheels."""
     assert " passed" in run_template_tests(environment, "test_plugin.py")

@@ -85,6 +85,7 @@ print(fuseboard.__file__)
 """
 
 
+@pytest.mark.thorough
 def test_torch_compile_finds_it_without_an_import(environment):
     """``torch.compile(backend="fuseboard")`` works in a program that never names the package."""
     printed = environment.python(SERVES_WITHOUT_IMPORT).strip()

@@ -28,6 +28,7 @@ print(sampler._folder)
         ("fuseboard_perf._sampler", "Perf", ("perf", "fp")),
     ],
 )
+@pytest.mark.thorough
 def test_a_samplers_folder_goes_with_its_own_process(module, name, arguments):
     """Not with one that was forked from it, as a TemporaryDirectory does."""
     program = FORKING.format(module=module, name=name, arguments=arguments)

@@ -53,6 +53,7 @@ DET = (
 )
 
 
+@pytest.mark.thorough
 def test_fallbacks_are_counted_with_their_reasons(directory):
     """By op. Later compiles tell the same, whether Inductor's cache or the board's serves them."""
     x = rnd(4, 4)
@@ -116,6 +117,7 @@ def test_what_inductor_compiles_has_no_note():
 # --- options --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_cpp_wrapper(directory):
     """Kernels called from C++: forward and backward are right, and stored for later."""
 
@@ -199,6 +201,7 @@ def test_a_setting_as_text_becomes_what_inductor_wants():
     assert fuseboard_inductor.Options(config=taken).config == taken
 
 
+@pytest.mark.thorough
 def test_settings_of_inductors_own_are_parts_of_the_key(directory):
     """Those in the options, and those that were changed behind the board's back."""
 

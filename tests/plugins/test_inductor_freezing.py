@@ -40,6 +40,7 @@ def frozen_region():
 
 
 @pytest.mark.parametrize("kind", [Layers, Convolutions])
+@pytest.mark.thorough
 def test_frozen_code_is_as_accurate_as_eager(kind):
     """With batch norms folded and weights packed, no further from float64 than eager is."""
     model = kind()

@@ -128,6 +128,7 @@ def test_a_model_runs_here_whole(make):
 
 
 @pytest.mark.parametrize("name", ["bert", "resnet18"])
+@pytest.mark.thorough
 def test_a_training_step_runs_here_in_part(name):
     """Loss and gradients with the declined ops in eager; some of the backward runs here."""
     task = models.TASKS[name]

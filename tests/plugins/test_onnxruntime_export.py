@@ -187,6 +187,7 @@ print(json.dumps([len(converted), region.loaded, region.backend, difference]))
 """
 
 
+@pytest.mark.thorough
 def test_another_process_converts_nothing(tmp_path):
     """The model comes from the cache, the weights from the process: they may be others."""
     found = []

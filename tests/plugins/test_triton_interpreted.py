@@ -25,6 +25,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.thorough
 def test_interpreted(name):
     """Every test of the file passes with ``TRITON_INTERPRET=1``."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -100,6 +100,7 @@ def without_dropout(model):
 
 
 @pytest.mark.parametrize("name", ["bert", "resnet18-silu"])
+@pytest.mark.thorough
 def test_gradients(name):
     """Gradients of a training step are those that float64 gives. Without dropout."""
     task = TASKS[name]
@@ -249,6 +250,7 @@ print([name for name in before if before[name] != after[name]])
 """
 
 
+@pytest.mark.thorough
 def test_the_process_is_left_as_it_was():
     """TVM takes signals and exceptions over, and ties threads to processors; here it doesn't."""
     run = subprocess.run(

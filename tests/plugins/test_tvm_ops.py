@@ -96,6 +96,7 @@ def batches() -> list[list[Case]]:
 
 
 @pytest.mark.parametrize("batch", batches(), ids=lambda batch: f"{batch[0].name}...")
+@pytest.mark.thorough
 def test_each_op_is_declined_or_right(batch):
     """No op is silently wrong."""
     taken, inputs, places = [], [], []
