@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates.
 #
 #   make demo        a pretrained model answers questions through torch.compile
-#   make test        the tests that take minutes: two cases of each, none marked slow or thorough
+#   make test        the tests that take minutes: one case of each, none marked slow or thorough
 #   make test-all    all of them, which takes most of an hour
 #   make test-contrib  those of the distributions in contrib/
 #   make lint        ruff, mypy, import-linter, vulture; changes nothing

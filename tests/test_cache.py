@@ -54,6 +54,7 @@ def files(directory: str, ending: str) -> list[Path]:
 # --- hits -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_another_process_takes_the_artifact_without_lowering(directory):
     """The second process calls fuseboard_load and never fuseboard_lower; its report says so."""
     first = finish(start(directory))

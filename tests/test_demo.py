@@ -189,6 +189,7 @@ def test_another_ranking_is_an_exit_code(monkeypatch):
 
 
 @needs_weights
+@pytest.mark.thorough
 def test_control_c_is_no_error():
     """Exit code 130, as of any program, one word and no traceback."""
     process = subprocess.Popen(
@@ -214,6 +215,7 @@ def test_control_c_is_no_error():
 
 
 @needs_weights
+@pytest.mark.thorough
 def test_the_demo_answers_as_eager_does(monkeypatch):
     """Real weights, a few texts, no compiler: one graph, the same ranking, two arms measured."""
     monkeypatch.setenv("FUSEBOARD_BACKENDS", "eager")

@@ -223,6 +223,7 @@ def test_inductor_on_a_region_that_reads_what_data_decide(function):
     assert not all_trips()
 
 
+@pytest.mark.thorough
 def test_assertions_in_a_joint_graph():
     """Inductor's rewrites put in nodes that compute nothing; they are applied all the same."""
 

@@ -601,6 +601,7 @@ def test_a_narrow_terminal_folds_lines_and_not_columns():
     assert shown.getvalue() == as_text(explanation, 72) + "\n"
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_code_is_pythons_own_traceback(tmp_path):
     """It passes through, with nothing drawn around it."""
     (tmp_path / "script.py").write_text("def f():\n    raise ValueError('mine')\n")

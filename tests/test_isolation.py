@@ -74,6 +74,7 @@ def files(place: Path, ending: str) -> list[Path]:
 # --- the child works ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_parent_loads_what_the_child_compiled(place):
     """Constants of the graph and torch's threads reach the child; the parent compiles nothing."""
     call(place, "works")
@@ -88,6 +89,7 @@ def test_the_parent_loads_what_the_child_compiled(place):
     assert all_trips() == []
 
 
+@pytest.mark.thorough
 def test_what_the_child_compiled_is_cached(place):
     """The next compile takes it from there, without a child."""
     call(place, "works")
@@ -96,6 +98,7 @@ def test_what_the_child_compiled_is_cached(place):
     assert [region.loaded for graph in ledger.graphs() for region in graph.regions] == [False, True]
 
 
+@pytest.mark.thorough
 def test_without_an_artifact_the_parent_compiles_as_well(place):
     """That it can be done is remembered: the second time no child is needed."""
     call(place, "bare")
@@ -106,6 +109,7 @@ def test_without_an_artifact_the_parent_compiles_as_well(place):
     assert all_trips() == []
 
 
+@pytest.mark.thorough
 def test_tuning_records_of_the_child(place):
     """What a backend keeps there is in the database of this process."""
     call(place, "works")
@@ -209,6 +213,7 @@ def test_a_process_that_was_killed_is_tried_again(place):
     assert tries(place) == ["child", "child"]
 
 
+@pytest.mark.thorough
 def test_a_crash_raises_where_the_policy_says_so(place):
     """As any failure to lower."""
     with pytest.raises(BackendCompilerFailed, match=r"RegionError.* SIGABRT"):
@@ -227,6 +232,7 @@ def test_a_child_that_takes_too_long_is_ended(place, how):
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_child_and_its_children(place, monkeypatch):
     """The interrupt goes on; no process is left."""
     grandchild = place / "grandchild"
@@ -279,6 +285,7 @@ def test_what_is_raised_in_the_child_trips_here(place, how, said):
     assert files(place, CRASH) == []
 
 
+@pytest.mark.thorough
 def test_the_child_may_decline(place):
     """As the backend may in the parent."""
     call(place, "declines")
@@ -306,6 +313,7 @@ def test_a_plugin_that_no_child_can_import_is_not_used(place):
     assert os.listdir(place) == [] or files(place, ARTIFACT) == []
 
 
+@pytest.mark.thorough
 def test_a_region_that_a_child_cannot_read_is_not_tried(place):
     """It holds an op that only this process has; what might crash isn't tried here instead."""
     settings = {"isolate": True, "plugins.crashing.log": str(place / "log")}

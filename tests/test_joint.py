@@ -123,6 +123,7 @@ def test_gradients_are_eagers(options, rows):
     check_gradients(blocks(2, noise=0.3), rnd(rows, 8, WIDTH), **options)
 
 
+@pytest.mark.thorough
 def test_a_smaller_budget_saves_less():
     """From all that min-cut would save down to the inputs."""
     x = rnd(3, 8, WIDTH)
@@ -282,6 +283,7 @@ def test_selective_checkpoints_save_what_they_say(options):
         (1.0, [{"joint_policy": "recompute_all"}]),
     ],
 )
+@pytest.mark.thorough
 def test_a_mark_on_everything_is_that_budget(budget, options):
     """Whatever the setting says."""
     x = rnd(3, 8, WIDTH)
@@ -304,6 +306,7 @@ def test_a_mark_decides_for_its_nodes_alone(inside, outside):
     assert abs(got - (one + other) / 2) <= block_input
 
 
+@pytest.mark.thorough
 def test_marks_break_no_graph():
     """Dynamo makes one graph of a model with marks, nested ones too."""
     model = nn.Sequential(Block(budget=0.3), Block(), Block(budget=0.0))
@@ -404,6 +407,7 @@ def test_a_wrong_split_raises_if_the_policy_says_so():
     assert not [graph for graph in ledger.graphs() if graph.kind != "joint"]
 
 
+@pytest.mark.thorough
 def test_a_right_split_is_used():
     """A function of the user's decides, and nothing trips."""
     model = blocks(1)

@@ -405,6 +405,7 @@ def test_a_narrow_screen_scrolls_downwards_only(opened, width):
 @pytest.mark.parametrize(
     ("scheme", "forced"), [("light", "none"), ("dark", "none"), ("dark", "active")]
 )
+@pytest.mark.thorough
 def test_it_is_accessible(opened, scheme, forced):
     """No violation of axe's rules, contrast among them, folded and unfolded."""
     from axe_playwright_python.base import AXE_FILE_PATH

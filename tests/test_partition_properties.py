@@ -202,6 +202,7 @@ def test_every_cut_is_sound(recipe, first, second, options):
 
 @search(60)
 @given(recipes(), claims(), claims(), options, pins)
+@pytest.mark.thorough
 def test_backends_run_what_they_claimed(recipe, first, second, options, pins):
     """No op is on a backend that didn't claim it; pinned ops are where the pin says, if that
     backend claimed them; every op has a reason."""

@@ -203,6 +203,7 @@ def test_a_death_by_signal_is_no_verdict(tmp_path):
 
 
 @pytest.mark.usefixtures("_measured")
+@pytest.mark.thorough
 def test_what_a_backend_says_for_good_is_kept(tmp_path):
     """The next process doesn't try again."""
     with registered(crashing_plugin, "crashing"):

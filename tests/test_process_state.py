@@ -114,6 +114,7 @@ def test_everything_that_torch_has_is_looked_at():
 
 
 @pytest.mark.parametrize("backend", ["eager", "mkldnn", "onnxruntime", "tvm", "inductor"])
+@pytest.mark.thorough
 def test_a_process_that_compiles_is_as_it_was(backend):
     """After the import, the first call, settling, further calls and training."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.state_program", backend]

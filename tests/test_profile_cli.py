@@ -119,6 +119,7 @@ def test_ctrl_c_leaves_a_trace(tmp_path):
     assert trace.memory() == {}
 
 
+@pytest.mark.thorough
 def test_a_script_with_a_profiler_of_its_own(tmp_path):
     """Only one can record: the script's own does, and it is said that there is no trace."""
     text = (

@@ -212,6 +212,7 @@ def search(examples: int):
 
 @search(30)
 @given(programs(), st.booleans())
+@pytest.mark.thorough
 def test_eager(program, grad):
     """The board's own backend: capture, split, generated code."""
     agrees(program, grad, "eager")

@@ -59,6 +59,7 @@ def run(size: int, store: Path) -> list[dict[str, Any]]:
     return told
 
 
+@pytest.mark.thorough
 def test_every_rank_takes_what_rank_0_decided(job):
     """Also twice under one name, and where names come in another order on another rank."""
     expected = {
@@ -100,6 +101,7 @@ def test_different_graphs_fail_on_every_rank(job):
         )
 
 
+@pytest.mark.thorough
 def test_a_rank_that_never_comes_is_named(job):
     """The wait ends, and the error says whom it was for."""
     first, second, third = job("absent", size=3)

@@ -91,6 +91,7 @@ def run(graph: GraphModule, cuts, kept, inputs):
 
 @settings(max_examples=150, deadline=None)
 @given(placed_graphs())
+@pytest.mark.thorough
 def test_the_regions_in_order_give_the_graphs_results(case):
     """Whatever the placements: also with random ops, whose order is kept."""
     graph, placements = case

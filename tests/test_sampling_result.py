@@ -386,6 +386,7 @@ def test_the_page_fits_a_screen_of(width, page_file):
         assert page.problems == []
 
 
+@pytest.mark.thorough
 def test_the_page_is_accessible(page_file):
     """No rule of axe is broken: names, roles, contrast, order; in light and in dark."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")

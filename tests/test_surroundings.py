@@ -159,6 +159,7 @@ def test_a_mode_that_changes_functions(step):
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.thorough
 def test_a_program_does_what_eager_does(seed):
     """Values, gradients, layouts, writes, aliases, random numbers; and the process is as before."""
     held_against_eager(random_case(seed), WINNERS[seed % 3], **QUICK)

@@ -273,6 +273,7 @@ def test_norms_of_halves_with_float32_weights(norm, dtype):
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.thorough
 def test_a_later_backward_may_keep_its_graph(backend):
     """No backward overwrites saved tensors, so one that ran before doesn't forbid it."""
 

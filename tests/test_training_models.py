@@ -151,6 +151,7 @@ def test_the_references_differ_as_rounding_does(name, optimizer):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.thorough
 def test_many_regions(name, optimizer):
     """Two backends in turn, node by node: forward and backward cut into many regions."""
     task, model = TASKS[name], TASKS[name].model()

@@ -275,6 +275,7 @@ def test_the_number_of_prepared_sets_is_bounded():
     assert live_sets() == 2
 
 
+@pytest.mark.thorough
 def test_prepared_values_are_freed_with_the_module(hoisting):
     """The weights aren't kept alive, and what was made from them goes with them."""
     kind, backend = hoisting

@@ -143,6 +143,7 @@ def test_another_compile_finds_what_the_workshop_answered(monkeypatch):
 
 
 @pytest.mark.usefixtures("chosen")
+@pytest.mark.thorough
 def test_a_program_that_is_kept_but_whose_code_is_gone_is_tried_anew(tmp_path):
     """As after the cache made room."""
     model, x = mlp(), torch.randn(8, 64)
@@ -356,6 +357,7 @@ def test_a_workshop_that_cant_be_started(monkeypatch, own_desk):
 
 
 @pytest.mark.parametrize("missing", ["it", "room in it"])
+@pytest.mark.thorough
 def test_without_shared_memory_files_serve(monkeypatch, own_desk, tmp_path, missing):
     """Where there is no /dev/shm, or little, as in a container."""
     if missing == "it":
@@ -423,6 +425,7 @@ def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful):
     assert report.candidates
 
 
+@pytest.mark.thorough
 def test_a_workshop_that_hangs_is_ended(own_desk, harmful):
     """At the limit of the hook, by the workshop itself: the plugin trips there."""
     name = harmful("hangs_in_lower", "time.sleep(1000)")
@@ -454,6 +457,7 @@ time.sleep({seconds})
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.thorough
 def test_the_workshop_ends_with_the_program(tmp_path, end):
     """However that ends, and whatever the workshop is doing; files in shared memory go, too."""
     program = tmp_path / "program.py"
@@ -483,6 +487,7 @@ def alive(number):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system with fork")
+@pytest.mark.thorough
 def test_a_forked_child_begins_anew():
     """It has neither the threads nor the workshop; its calls are answered all the same."""
     model, x = mlp(), torch.randn(8, 64)

@@ -63,6 +63,7 @@ def test_fallbacks_are_counted_with_their_reasons(directory):
     assert notes(determinants, x, cache=False) == [DET]
 
 
+@pytest.mark.thorough
 def test_complex_numbers_are_a_reason():
     """Inductor leaves every op on them to ATen."""
     found = notes(lambda x, y: torch.complex(x, y).abs() * 2, rnd(5), rnd(5))

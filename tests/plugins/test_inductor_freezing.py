@@ -53,6 +53,7 @@ def test_frozen_code_is_as_accurate_as_eager(kind):
     assert frozen_region().notes == []
 
 
+@pytest.mark.thorough
 def test_weights_of_other_dtypes_and_sizes():
     """Integers, a scalar, a single element, one that isn't contiguous, one that is read twice."""
 
@@ -127,6 +128,7 @@ def test_a_changed_weight_is_seen_in_the_very_next_call():
     frozen_region()
 
 
+@pytest.mark.thorough
 def test_batch_norm_statistics_that_change():
     """They are folded into the convolution before."""
     model = Convolutions()

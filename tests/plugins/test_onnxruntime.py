@@ -113,6 +113,7 @@ def double(tree):
 
 
 @pytest.mark.parametrize("make", [bert, gpt2, resnet, vit], ids=lambda make: make.__name__)
+@pytest.mark.thorough
 def test_a_model_runs_here_whole(make):
     """At least 95% of the nodes, in one region, as near to float64 as eager."""
     model, inputs = make()

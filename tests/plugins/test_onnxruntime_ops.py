@@ -200,6 +200,7 @@ def test_a_case_is_declined_with_a_reason_or_right(name):
     assert not wrong
 
 
+@pytest.mark.thorough
 def test_the_sweep_is_large():
     """Most cases run; each declined one is known by its reason."""
     results = [result for name in NAMES for result in sweep(name).values()]

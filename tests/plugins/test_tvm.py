@@ -280,6 +280,7 @@ print(*(value for one in call([x]) for value in one.flatten().tolist()))
 """
 
 
+@pytest.mark.thorough
 def test_an_artifact_in_another_process(tmp_path):
     """What was compiled here gives the same results elsewhere, calls of torch included."""
     x = torch.arange(12.0).reshape(3, 4)

@@ -143,6 +143,7 @@ def tables() -> set[str]:
     return {short(target) for target in (*OPS, *_decompose.table())}
 
 
+@pytest.mark.thorough
 def test_each_op_is_in_a_case():
     """Nothing is claimed that isn't compared with float64 above."""
     from fuseboard_tvm import _decompose
