@@ -80,6 +80,7 @@ class Life:
         self._context = copy_context()
         self._machine = StateMachine()
         self._compiling = threading.RLock()
+        self._has_begun = False
         self._trial: Trial | None = None
         self._compiled: Compiled | None = None
         self._answers: KeptAnswers | None = None
@@ -102,15 +103,26 @@ class Life:
         self._training = training
         self._report.notes.extend([*session.notes, GraphState.WATCHING.value])
         self._began = time.perf_counter()
-        self._route = Route(self._watch)
+        self._route = Route(self._begin_with)
         self.run = self._route.run
 
     def begin(self) -> Run:
         """What answers the calls from now on."""
         ledger.add(self._report)
         background.add(self)
-        desk().submit(self)
         return self.run
+
+    def _begin_with(self, *args: Any) -> Any:
+        """Answer the first call. Work beside it begins after that: Dynamo is still at its guards
+        when it has called its backend."""
+        try:
+            return self._own(*args)
+        finally:
+            with self._compiling:
+                begins, self._has_begun = not self._has_begun, True
+                if begins:  # else another thread's call was quicker
+                    self._route.put(self._watch)
+                    desk().submit(self)
 
     def _watch(self, *args: Any) -> Any:
         began = slices.enter()
@@ -136,7 +148,7 @@ class Life:
     @property
     def waiting(self) -> int:
         """Whether something is done for it beside calls."""
-        needs_call = bool(self._why_here) or self._wants_call
+        needs_call = not self._has_begun or bool(self._why_here) or self._wants_call
         return int(self.state in (GraphState.WATCHING, GraphState.LOADING) and not needs_call)
 
     def settle(self) -> bool:
