@@ -450,6 +450,7 @@ def test_a_plugin_may_register_another_while_it_is_imported():
     assert names(board) == ["child", "parent", "eager"]
 
 
+@pytest.mark.thorough
 def test_the_board_of_the_process_has_what_is_installed():
     """Real entry points, in a process of their own: what needs torch alone is ready, and what needs
     an engine or a GPU is that, or says what it lacks; none is quarantined."""

@@ -357,6 +357,7 @@ def test_a_directory_that_cant_be_written(tmp_path):
 # --- what the shipped backends do -----------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_inductor_takes_its_code_from_the_cache(directory):
     """A whole training step: forward and backward are loaded, and right."""
 

@@ -350,6 +350,7 @@ def test_inputs_that_share_memory_are_written_to_once():
     assert not all_trips()
 
 
+@pytest.mark.thorough
 def test_gradients_that_a_compiled_backward_adds_to_are_added_to_once():
     """Compiled autograd's graph has a list of tensors as input, writes to some and empties it."""
     model = torch.nn.Linear(4, 3)

@@ -221,6 +221,7 @@ def test_an_unknown_command_is_refused():
     assert run("plugin").exit_code == 2
 
 
+@pytest.mark.thorough
 def test_the_log_does_not_repeat_the_table():
     """Quarantine is logged for programs; the command says it in the table."""
     code = (

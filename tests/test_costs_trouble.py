@@ -315,6 +315,7 @@ print(costs.problem)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits for a process's files")
+@pytest.mark.thorough
 def test_files_that_may_not_grow(path):
     """With the system's own limit: the same, and the file is whole afterwards."""
     done = subprocess.run(
@@ -354,6 +355,7 @@ print(newer.find(decision("before").key), newer.problem)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs permissions of directories")
+@pytest.mark.thorough
 def test_a_read_only_directory():
     """What is there is found; what is chosen stays in memory."""
     done = read_only(log_left=False)
@@ -365,6 +367,7 @@ def test_a_read_only_directory():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs permissions of directories")
+@pytest.mark.thorough
 def test_a_read_only_directory_with_a_log():
     """A log that can't be read in leaves the file in a state that nobody knows: it isn't read."""
     first, second, *_ = read_only(log_left=True).splitlines()

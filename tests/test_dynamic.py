@@ -49,6 +49,7 @@ def step(function, module, x):
 
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.thorough
 def test_as_many_compiles_as_aot_eager(dynamic, grad):
     """Batch after batch: automatic dynamic shapes, always dynamic, never."""
     counts = []

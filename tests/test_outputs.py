@@ -222,6 +222,7 @@ def test_mutated_inputs(backend, function):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.thorough
 def test_overlap_that_changes_between_calls(dynamic):
     """Compiled for one overlap of the arguments, called with others; offsets count too."""
 

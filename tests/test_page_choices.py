@@ -208,6 +208,7 @@ def test_what_was_not_tried_opens_by_the_keyboard(opened):
 @pytest.mark.parametrize(
     ("scheme", "forced"), [("light", "none"), ("dark", "none"), ("dark", "active")]
 )
+@pytest.mark.thorough
 def test_charts_are_accessible(opened, scheme, forced):
     """No violation of axe's rules, contrast among them."""
     from axe_playwright_python.base import AXE_FILE_PATH

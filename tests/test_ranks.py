@@ -69,6 +69,7 @@ def test_every_rank_takes_what_rank_0_decided(job):
     assert [rank["seen"] for rank in job("agreeing")] == [expected, expected]
 
 
+@pytest.mark.thorough
 def test_rank_0_alone_decides(job):
     """The others don't measure; they wait for it."""
     first, second = job("deciding")
@@ -121,6 +122,7 @@ def test_another_process_group_starts_anew(job):
     assert [rank["seen"] for rank in job("twice")] == [["first 0", "second 0"]] * 2
 
 
+@pytest.mark.thorough
 def test_a_group_agrees_by_itself(job):
     """Its first rank decides; who isn't in it keeps its own."""
     assert [rank["seen"] for rank in job("of_a_group", size=3)] == [0, 1, 1]

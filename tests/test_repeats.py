@@ -229,6 +229,7 @@ def instances(kind: str = "inference") -> int:
     return len(shared) + len({region.same_as for region in shared})
 
 
+@pytest.mark.thorough
 def test_a_block_is_lowered_once():
     """Whatever the number of layers, as many regions are lowered."""
     for layers in (LAYERS, 2 * LAYERS):
@@ -283,6 +284,7 @@ def test_training(p):
     assert not all_trips()
 
 
+@pytest.mark.thorough
 def test_symbolic_sizes():
     """One lowering serves all layers and all batch sizes."""
     model = stack().eval()

@@ -343,6 +343,7 @@ def told(page: Page) -> str:
     return page.page.locator(".told").inner_text()
 
 
+@pytest.mark.thorough
 def test_the_flame_graph_is_used_by_keys(page_file):
     """One stop of Tab; Down follows the widest call, Enter zooms, Esc goes back; no requests."""
     with chromium() as browser:

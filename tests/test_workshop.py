@@ -407,6 +407,7 @@ def harmful(tmp_path, monkeypatch):
         fuseboard.unregister(name)
 
 
+@pytest.mark.thorough
 def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful):
     """Dynamo's own graph answers, the report says what happened, and the next graph is served."""
     name = harmful("dies_in_lower", "os.kill(os.getpid(), signal.SIGSEGV)")

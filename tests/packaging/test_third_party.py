@@ -35,6 +35,7 @@ def test_it_serves_torch_compile(environment):
     assert graph["trips"] == []
 
 
+@pytest.mark.thorough
 def test_it_is_listed_with_its_version(environment):
     """``fuseboard plugins`` shows it like any other, from its own distribution."""
     listed = json.loads(environment.run("fuseboard", "plugins", "--json"))

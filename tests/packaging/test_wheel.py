@@ -102,6 +102,7 @@ print(json.dumps(sorted(loaded)))
 """
 
 
+@pytest.mark.thorough
 def test_every_entry_point_resolves(environment, pyproject):
     """Each name in the wheel's metadata can be imported, and none was lost on the way."""
     project = pyproject["project"]
@@ -122,6 +123,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+@pytest.mark.thorough
 def test_import_is_cheap(environment):
     """Importing fuseboard after torch loads its own ``__init__`` and next to nothing more."""
     added = json.loads(environment.python(IMPORTS))
@@ -145,11 +147,13 @@ print(fuseboard.Explanation().to_html(title="from the wheel"))
 """
 
 
+@pytest.mark.thorough
 def test_a_page_is_written_from_the_wheel(environment):
     """Nothing is read from the checkout."""
     assert "<h1>from the wheel</h1>" in environment.python(PAGE)
 
 
+@pytest.mark.thorough
 def test_command_is_installed(environment):
     """``fuseboard plugins`` runs from the wheel and shows the first-party plugins."""
     listed = json.loads(environment.run("fuseboard", "plugins", "--json"))

@@ -72,6 +72,7 @@ def test_complex_numbers_are_a_reason():
 
 
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.thorough
 def test_complex_numbers_are_told_in_the_report_alone(recwarn, training):
     """Inductor would warn once in a process, also of code that loses."""
     lowering._warn_complex_not_supported.cache_clear()

@@ -85,6 +85,7 @@ def test_weights_of_other_dtypes_and_sizes():
     [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(), nn.Hardswish(), nn.Hardsigmoid(), nn.LeakyReLU(0.0)],
     ids=lambda activation: type(activation).__name__,
 )
+@pytest.mark.thorough
 def test_nan_is_kept(activation):
     """oneDNN's relu and clip answer a number for it, in a convolution or after a sum."""
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), activation).eval()
@@ -97,6 +98,7 @@ def test_nan_is_kept(activation):
     assert all_trips() == []
 
 
+@pytest.mark.thorough
 def test_constants_of_the_graphs_own_stay():
     """A tensor that the user's code holds is no weight, and is in what weights are folded with."""
     mask = rnd(33, 21)
@@ -116,6 +118,7 @@ def test_constants_of_the_graphs_own_stay():
 # --- weights that change --------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_changed_weight_is_seen_in_the_very_next_call():
     """Whatever changed it; nothing is compiled again."""
     model = Layers()
@@ -153,6 +156,7 @@ def test_instances_share_the_code():
     assert graph_count("inference") == 1
 
 
+@pytest.mark.thorough
 def test_repeated_blocks_are_compiled_once():
     """Regions of one signature, each with its weights."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(21, 21), nn.Tanh()) for _ in range(3)))

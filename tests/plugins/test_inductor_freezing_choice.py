@@ -53,6 +53,7 @@ def test_symbolic_sizes_are_declined():
     assert declined() == {f"symbolic sizes; {NAME} has no dynamic shapes"}
 
 
+@pytest.mark.thorough
 def test_each_combination_of_sizes_is_frozen_where_that_is_asked_for():
     """The setting ``dynamic``: the combinations share nothing but the weights."""
     model = Layers()

@@ -490,6 +490,7 @@ def test_another_torch_is_served_by_the_public_exporter(monkeypatch):
     assert "static sizes only" in all_trips()[0].error
 
 
+@pytest.mark.thorough
 def test_importing_the_plugin_loads_no_engine():
     """Discovery is cheap."""
     code = (

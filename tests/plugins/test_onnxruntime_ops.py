@@ -209,6 +209,7 @@ def test_the_sweep_is_large():
     assert len(results) >= 1000
 
 
+@pytest.mark.thorough
 def test_every_op_of_the_table_is_proven():
     """No op is claimed that no case holds against float64."""
     proven = {

@@ -75,6 +75,7 @@ def vit():
 
 
 @pytest.mark.parametrize("make", [bert, gpt2, resnet, vit])
+@pytest.mark.thorough
 def test_it_takes_nearly_all_of_a_model(make):
     """95% of the nodes of an inference graph, and the result is eager's."""
     torch.manual_seed(0)

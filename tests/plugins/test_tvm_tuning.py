@@ -278,6 +278,7 @@ def test_with_another_ffi_nothing_is_searched_for(monkeypatch):
     assert "from an earlier search" in lowered(torch.mm, PRODUCTS[:2], records).notes[0]
 
 
+@pytest.mark.thorough
 def test_through_the_board(tmp_path, monkeypatch):
     """The records are in the cost database; a compile with other options finds them there."""
     options = {"cache_dir": str(tmp_path), "on_failure": "raise"}
