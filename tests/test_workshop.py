@@ -126,6 +126,21 @@ def test_what_was_chosen_is_made_again_without_a_trace(monkeypatch):
     assert [region.backend for region in report.regions] == ["mkldnn"]
 
 
+def test_a_later_compile_tells_what_lost_before():
+    """Where Dynamo's own graph won: the report of the workshop is kept with the decision."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        for _ in range(2):
+            torch._dynamo.reset()
+            run = compiled(model, margin=1.0)  # whatever is compiled would have to take half
+            run(x)
+            assert fuseboard.wait(120)
+            (report,) = fuseboard.last_report().graphs
+            assert {row.name for row in report.candidates} >= {"eager"}
+            assert "Dynamo's own graph runs" in report.instead
+            torch.testing.assert_close(run(x), model(x))
+
+
 @pytest.mark.usefixtures("chosen")
 def test_another_compile_finds_what_the_workshop_answered(monkeypatch):
     """As a later process does: nobody asks the workshop."""

@@ -1,7 +1,9 @@
-"""What the workshop answered, for later processes: which of the two won, and the program."""
+"""What the workshop answered, for later processes: which of the two won, and the program or, where
+Dynamo's own graph won, the reports of what lost."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Sequence
 
 import torch
@@ -48,21 +50,21 @@ class KeptAnswers:
         decision = self._book.find()
         if decision is None or self._book.parts is None:
             return None
-        if decision.winner == EAGER:
-            return Answer(dynamo_wins=True)
         found = self._store.find(Key(self._book.parts), lambda artifact: True)
+        if decision.winner == EAGER:
+            reports = pickle.loads(found.data) if found is not None else ()
+            return Answer(dynamo_wins=True, reports=reports if isinstance(reports, tuple) else ())
         return None if found is None else Answer(program=found.data)
 
     def keep(self, answer: Answer) -> str:
         """Keep an answer. Returns why it can't be kept, or ""."""
         if self._book.parts is None or answer.problem:
             return ""
-        if answer.program is not None:
-            key = Key(self._book.parts)
-            if problem := self._store.put(key, answer.program, {"guards": []}):
-                return problem
-        elif not answer.dynamo_wins:
+        data = pickle.dumps(answer.reports) if answer.dynamo_wins else answer.program
+        if data is None:
             return ""
+        if problem := self._store.put(Key(self._book.parts), data, {"guards": []}):
+            return problem
         winner = EAGER if answer.dynamo_wins else COMPILED
         self._book.record(winner, [CandidateReport(winner, "chosen")], settled=True)
         return ""

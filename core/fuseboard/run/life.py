@@ -467,7 +467,8 @@ class Life:
                 "inference", {COMPILED: compiled_us, EAGER: eager_us}, compiled.runners
             )
             if self._answers is not None:
-                self._answers.keep(Answer(dynamo_wins=True))
+                reports = tuple(runner.report for runner in compiled.runners)
+                self._answers.keep(Answer(dynamo_wins=True, reports=reports))
         emit(report)
         self._tell_settled((EAGER, COMPILED)[winner])
 
