@@ -240,10 +240,13 @@ class _Demo:
 
         from fuseboard.demo import speed
         from fuseboard.profile.choose.background import wait
+        from fuseboard.report.data import ledger
 
         start = time.perf_counter()
         with self._busy("fuseboard: trying what takes longer to compile, too"):
             wait(progress=False)
+        if outcome.explanation is not None:
+            outcome.explanation.graphs = ledger.current(outcome.explanation.graphs)
         self._tell(f"fuseboard's choice settled after another {time.perf_counter() - start:.1f} s")
         self._say("Measuring: the three in turn, in random order, on the same batches")
         arms: dict[str, Embed] = {"eager": embed}

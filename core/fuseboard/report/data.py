@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,6 +227,10 @@ class Ledger:
         self._graphs: deque[GraphReport] = deque(maxlen=REMEMBERED_GRAPHS)
         #: By identity: lists that hold equal graphs, or none yet, are equal.
         self._listeners: dict[int, list[GraphReport]] = {}
+        #: What took the place of a report, with the report.
+        self._followers: deque[tuple[GraphReport, tuple[GraphReport, ...]]] = deque(
+            maxlen=REMEMBERED_GRAPHS
+        )
 
     def add(self, graph: GraphReport) -> None:
         self._graphs.append(graph)
@@ -235,12 +239,22 @@ class Ledger:
 
     def replace(self, graph: GraphReport, *others: GraphReport) -> None:
         """Let others take the place of a report, wherever it is still told."""
+        if others:
+            self._followers.append((graph, others))
         for told in (self._graphs, *self._listeners.values()):
             kept = [one for one in told if one is not graph and one not in others]
             if len(kept) == len(told):
                 continue
             told.clear()
             told.extend([*kept, *others])
+
+    def current(self, graphs: Sequence[GraphReport]) -> list[GraphReport]:
+        """These reports, or those that have taken the place of one since."""
+        found: list[GraphReport] = []
+        for graph in graphs:
+            later = next((those for one, those in self._followers if one is graph), (graph,))
+            found.extend(later)
+        return found
 
     def graphs(self) -> list[GraphReport]:
         return list(self._graphs)

@@ -398,9 +398,7 @@ class Life:
                 log.warning("fuseboard: %s can't be loaded: %s", self._frame, describe(error))
                 self.fail(f"what was chosen can't be loaded: {describe(error)}")
                 return
-            ledger.replace(self._report)
-            for runner in compiled.runners:
-                ledger.add(runner.report)
+            ledger.replace(self._report, *(runner.report for runner in compiled.runners))
             if problem:
                 compiled.call.pipeline.contain_other_graph(problem)
                 self.fail(problem)
