@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+from fuseboard.run import slices as module
 from fuseboard.run.slices import Slices
 
 
@@ -97,6 +98,20 @@ def test_calls_of_several_threads_are_counted():
         during = worker.count - before
         slices.leave(other)
         assert progress(worker, 0.3) > 10 * during
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent():
+    """Calls and work that were counted there are nobody's here."""
+    slices = module.slices
+    slices._workers += 1
+    began = slices.enter()
+    try:
+        module._after_fork()
+        slices.leave(began)
+        assert (slices._calls, slices._workers) == (0, 0)
+        assert slices._open.is_set()
+    finally:
+        module._after_fork()
 
 
 def test_the_profile_function_of_the_thread_is_put_back():

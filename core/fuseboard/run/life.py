@@ -180,6 +180,7 @@ class Life:
         Only when it makes one: most forked children never do.
         """
         self._machine.forked()
+        self._compiling = threading.RLock()  # a thread that isn't here may have held it
         if not self.waiting:
             return
 
@@ -224,9 +225,8 @@ class Life:
                 sent = write_inputs(inputs, directory)
                 data = torch_capture.graph_to_bytes(self._graph)
             except (OSError, LoweringError) as error:
-                self._answer = Answer(
-                    problem=f"it can't be tried in another process: {describe(error)}"
-                )
+                why = f"it can't be tried in another process: {describe(error)}"
+                self._answer = Answer(problem=why, only_here=True)
                 return None
             return Request(
                 graph=data,

@@ -2,7 +2,8 @@
 
 Each function is generated. The *plain* one holds the weights check and the region calls, and sends
 some calls to one that looks at what they return, too; the *checked* one holds each region's outputs
-against its contract; a *trial* lets exceptions pass, for who compares programs.
+against its contract; a *trial* lets exceptions pass, so that programs can be compared. Past 400
+lines: the functions share the parts that they are written from.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ What the profile function costs them, a third of their time or more, is what thi
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -66,7 +67,7 @@ class Slices:
         """A call ends; it waits for a slice of the work that is owed."""
         took = _clock() - began
         with self._lock:
-            self._calls -= 1
+            self._calls = max(self._calls - 1, 0)  # a fork in a call has forgotten it
             if not self._calls:
                 self._open.set()
             if not self._workers:
@@ -114,3 +115,12 @@ class Slices:
 
 
 slices = Slices()
+
+
+def _after_fork() -> None:
+    """A forked child has none of the threads whose calls and work were counted."""
+    slices.__init__()  # type: ignore[misc]  # calls under way hold the object, so it stays
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
