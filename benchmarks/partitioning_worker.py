@@ -1,7 +1,7 @@
 """Times the partitioner in a fresh process: ``python -m benchmarks.partitioning_worker REQUEST``.
 
 Started by ``benchmarks.partitioning`` alone; REQUEST is JSON, and so is the answer on stdout. It
-takes the steps that ``fuseboard.pipeline`` takes.
+takes the steps that ``fuseboard.pipeline.stages`` takes.
 """
 
 from __future__ import annotations

@@ -476,7 +476,7 @@ def test_what_waits_for_a_child_lives_as_long_as_the_code(monkeypatch):
     def compile_for(graph, *job):
         sent.append(weakref.ref(graph))
 
-    monkeypatch.setattr("fuseboard.profile.choose.background.compile_for", compile_for)
+    monkeypatch.setattr("fuseboard.lower.background.compile_for", compile_for)
     with plugged("quick", info=QUICK):
         fn = compiled(f, "quick", "inductor", measure_s=0.05)
         with torch.no_grad():

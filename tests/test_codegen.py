@@ -12,8 +12,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fuseboard.capture.original import mend_powers
-from fuseboard.lower.codegen import _INFIX, Source
-from fuseboard.lower.eager import boxed_function
+from fuseboard.run.codegen import _INFIX, Source
+from fuseboard.run.eager import boxed_function
 from tests.support.backends import compiled
 from tests.support.values import assert_same, rnd
 

@@ -188,16 +188,33 @@ def test_the_tree_of_exceptions_is_the_modules():
     assert drawn == defined
 
 
-def test_the_layout_lists_the_modules_of_core():
-    """Each module and package of core has its line in the design, and each line is one of them."""
+def layout() -> list[set[str]]:
+    """The design's groups of files and folders of core, from the top."""
     (tree,) = re.findall(
         r"^```\ncore/fuseboard/\n(.*?)^plugins/", DOCUMENTS["docs/design.md"], re.M | re.S
     )
-    listed = set(re.findall(r"^[├└]── (\S+)", tree, re.M))
+    return [set(re.findall(r"^[├└]── (\S+)", group, re.M)) for group in tree.split("│\n")]
+
+
+def test_the_layout_lists_the_modules_of_core():
+    """Each module and package of core has its line in the design, and each line is one of them."""
     core = ROOT / "core" / "fuseboard"
     there = {path.name for path in core.glob("*.py")}
-    there |= {f"{path.parent.name}/" for path in core.glob("*/__init__.py")}
-    assert listed == there
+    there |= {f"{path.parent.name}/" for path in core.glob("*/__init__.py")} - {"profile/"}
+    there |= {f"profile/{path.parent.name}/" for path in core.glob("profile/*/__init__.py")}
+    assert set().union(*layout()) == there
+
+
+def test_the_layout_is_in_layers():
+    """The design groups core's files and folders as the contract on imports does."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (one["layers"] for one in tools["contracts"] if one["type"] == "layers")
+    shown = [
+        {name.removesuffix(".py").rstrip("/").replace("/", ".") for name in group}
+        for group in layout()
+    ]
+    shown[0].remove("__init__")
+    assert shown == [set(re.split(r" [|:] ", layer)) for layer in layers]
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.contracts import Trip
+from fuseboard.explanations.explanation import elsewhere, explained
+from fuseboard.explanations.text import as_text, show
 from fuseboard.report import words
 from fuseboard.report.data import FusionReport, GraphReport, NodeReport, RegionReport
-from fuseboard.report.explain import elsewhere, explained
-from fuseboard.report.text import as_text, show
 from tests.support.backends import plugged
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "explain_me.py"

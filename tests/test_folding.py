@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fuseboard.report.folding import MOST_CHILDREN, Box, fold
+from fuseboard.explanations.folding import MOST_CHILDREN, Box, fold
 from tests.support.explanations import graph, layered, node, whole
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fuseboard.run.route import Route
-from fuseboard.run.states import TRANSITIONS, GraphState, StateMachine, WrongTransition
+from fuseboard.workshop.states import TRANSITIONS, GraphState, StateMachine, WrongTransition
 
 ROOT = Path(__file__).parents[1]
 OVER = {state for state, following in TRANSITIONS.items() if not following}

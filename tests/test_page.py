@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from fuseboard import Explanation
 from fuseboard.cli.main import app
+from fuseboard.explanations.page import SECTIONS
 from fuseboard.report.data import GraphReport
-from fuseboard.report.page import SECTIONS
 from tests.support.browser import Page, chromium
 from tests.support.explanations import LAYER, graph, layered, node, whole
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "explain_me.py"
-ASSETS = files("fuseboard.report") / "assets"
+ASSETS = files("fuseboard.explanations") / "assets"
 DAGRE_SHA256 = "54a503e346f93ca0bb10abe7999587e037262935687aca45eb4e4b0f64bbb578"
 MODEL = "import torch\nx = table[tokens]  # <the user's line>\n"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fuseboard import Explanation
+from fuseboard.explanations.bars import chart
 from fuseboard.profile.observe.sampling_result import RegionShare
-from fuseboard.report.bars import chart
 from fuseboard.report.data import CandidateReport
 from tests.support.browser import Page, chromium
 from tests.support.explanations import chosen

@@ -22,12 +22,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from fuseboard import Claim, Decline, pipeline
 from fuseboard.board import board
 from fuseboard.config import resolve
-from fuseboard.partition.stages import keeps_order
-from fuseboard.pipeline import Pipeline
+from fuseboard.ops.effects import keeps_order
+from fuseboard.pipeline.stages import Pipeline
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.run.entry import Entry
-from fuseboard.run.program import Site
 from fuseboard.run.runner import Runner
+from fuseboard.run.sites import Site
 from tests.support.backends import plugged
 from tests.support.graphs import Recipe, inputs_for, logged, recipes
 from tests.support.values import assert_same

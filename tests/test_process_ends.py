@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import fuseboard
+from fuseboard.lower import background
 from fuseboard.lower.specialise import compiling
-from fuseboard.profile.choose import background
 from fuseboard.profile.costs.database import CostDatabase, Decision
 from fuseboard.profile.costs.rows import NOT_TRIED
 from tests.support import crashing_plugin

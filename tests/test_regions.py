@@ -13,10 +13,11 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseboard.ops.effects import keeps_order
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
-from fuseboard.partition.stages import keeps_order, stage_nodes
+from fuseboard.partition.stages import stage_nodes
 from fuseboard.report.data import ledger
 from tests.support.backends import (
     all_trips,

@@ -13,10 +13,10 @@ import fuseboard
 from fuseboard.backend import fuseboard as backend
 from fuseboard.contracts import Measurement
 from fuseboard.errors import RegionError
+from fuseboard.explanations.text import as_text
 from fuseboard.lower.caching import Cache
 from fuseboard.report import choices
 from fuseboard.report.data import ledger
-from fuseboard.report.text import as_text
 from tests.support.backends import (
     all_trips,
     claim_ops,

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.contracts import Measurement, Trip
+from fuseboard.explanations.bars import chart
+from fuseboard.explanations.text import as_text
 from fuseboard.profile.choose.book import _cost
 from fuseboard.profile.choose.winner import choose, note_times
 from fuseboard.report import choices
-from fuseboard.report.bars import chart
 from fuseboard.report.data import CandidateReport
 from fuseboard.report.elsewhere import elsewhere, foremost
-from fuseboard.report.text import as_text
 from tests.support.backends import compiled, last_graph, ledger, observing, plugged
 from tests.support.explanations import chosen, node
 

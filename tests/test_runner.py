@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fuseboard.lower.codegen import Source
-from fuseboard.lower.eager import boxed_function
 from fuseboard.report.data import ledger
+from fuseboard.run.codegen import Source
+from fuseboard.run.eager import boxed_function
 from tests.support.backends import compiled, graph_count, last_graph, plugged
 from tests.support.values import assert_same, rnd
 

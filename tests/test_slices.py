@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 
-from fuseboard.run import slices as module
-from fuseboard.run.slices import Slices
+from fuseboard.workshop import slices as module
+from fuseboard.workshop.slices import Slices
 
 
 class Worker:

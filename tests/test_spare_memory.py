@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fuseboard import spare_memory
 from fuseboard.contracts import Measurement
 from fuseboard.errors import RegionError
-from fuseboard.run import spare_memory
-from fuseboard.run.spare_memory import left_in_container, why_no_room
+from fuseboard.spare_memory import left_in_container, why_no_room
 from tests.support.backends import (
     all_trips,
     compiled,

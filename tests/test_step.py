@@ -11,7 +11,7 @@ from torch import nn
 
 import fuseboard
 from fuseboard.contracts import Measurement
-from fuseboard.profile.choose import background
+from fuseboard.lower import background
 from fuseboard.report import choices
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing, plugged

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fuseboard.lower.codegen import Source
+from fuseboard.run.codegen import Source
 from fuseboard.run.weights import WeightSets
 from fuseboard.torch_api import profiler as torch_profiler
 from tests.support.backends import compiled, last_graph, plugged

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseboard.run import trial
-from fuseboard.run.trial import LOOKS, WARM, Trial
+from fuseboard.workshop import trial
+from fuseboard.workshop.trial import LOOKS, WARM, Trial
 
 
 class Clock:

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import fuseboard
-from fuseboard.profile.choose import background
+from fuseboard.lower import background
 from fuseboard.report.data import ledger
-from fuseboard.run.states import GraphState
 from fuseboard.workshop import desk as desks
 from fuseboard.workshop import process
+from fuseboard.workshop.states import GraphState
 from tests.support.eager_loses import MEASURE
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ def test_the_first_call_is_eagers_and_later_ones_are_what_was_chosen():
 @pytest.fixture
 def chosen(monkeypatch):
     """What was compiled wins the trial in calls."""
-    monkeypatch.setattr("fuseboard.run.trial.Trial._winner", lambda trial: 1)
+    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", lambda trial: 1)
 
 
 def pinned(target, backend="mkldnn"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fuseboard
-from fuseboard.run.copies import Copies, Kept, Seal, memory_of
+from fuseboard.profile.judge.copies import Copies, Kept, Seal, memory_of
 from tests.support.backends import (
     all_trips,
     claim_ops,
@@ -476,8 +476,8 @@ def test_a_region_that_writes_to_what_was_prepared_for_it():
 
 def test_copies_lie_in_files_where_memory_is_short(monkeypatch):
     """They go with the call, and what is kept for several calls isn't."""
-    monkeypatch.setattr("fuseboard.run.copies.FEW_BYTES", 100)
-    monkeypatch.setattr("fuseboard.run.copies.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("fuseboard.profile.judge.copies.FEW_BYTES", 100)
+    monkeypatch.setattr("fuseboard.profile.judge.copies.free_bytes", lambda device: 1000)
     used = []
     make = torch.UntypedStorage.from_file
     monkeypatch.setattr(
@@ -500,10 +500,10 @@ def test_copies_lie_in_files_where_memory_is_short(monkeypatch):
 
 def test_no_room_for_copies(monkeypatch):
     """What can't be judged doesn't run, and the report says why."""
-    monkeypatch.setattr("fuseboard.run.copies.FEW_BYTES", 100)
-    monkeypatch.setattr("fuseboard.run.copies.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("fuseboard.profile.judge.copies.FEW_BYTES", 100)
+    monkeypatch.setattr("fuseboard.profile.judge.copies.free_bytes", lambda device: 1000)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("fuseboard.run.copies.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("fuseboard.profile.judge.copies.shutil.disk_usage", lambda path: usage)
     model = nn.Linear(30, 30)
     with plugged("good", info=QUICK):
         check(compiled(model, "good", "eager", measure_s=0.01), rnd(4, 30), reference=model)

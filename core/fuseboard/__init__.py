@@ -46,13 +46,13 @@ if TYPE_CHECKING:
         SettingsError,
         WrongValues,
     )
+    from fuseboard.explanations.explanation import Explanation, explain, last_report
     from fuseboard.hookspecs import hookimpl
+    from fuseboard.lower.background import settled, wait
     from fuseboard.lower.decompose import decompose
-    from fuseboard.lower.eager import lower_eagerly
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
-    from fuseboard.profile.choose.background import settled, wait
     from fuseboard.profile.choose.measure import measure
     from fuseboard.profile.judge.reference import Reference
     from fuseboard.profile.observe.memory import MemoryPoint, measure_memory
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fuseboard.profile.observe.sampling_process import SamplerProcess
     from fuseboard.profile.observe.sampling_result import RegionShare, SampledProfile
     from fuseboard.report.data import GraphReport
-    from fuseboard.report.explain import Explanation, explain, last_report
+    from fuseboard.run.eager import lower_eagerly
     from fuseboard.run.weights import refresh
     from fuseboard.torch_api.internals import real_tensors
 
@@ -104,12 +104,12 @@ _HOMES = {
     ),
     "fuseboard.hookspecs": ("hookimpl",),
     "fuseboard.lower.decompose": ("decompose",),
-    "fuseboard.lower.eager": ("lower_eagerly",),
+    "fuseboard.run.eager": ("lower_eagerly",),
     "fuseboard.run.weights": ("refresh",),
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
     "fuseboard.partition.patterns": ("claim_patterns",),
-    "fuseboard.profile.choose.background": ("settled", "wait"),
+    "fuseboard.lower.background": ("settled", "wait"),
     "fuseboard.profile.choose.measure": ("measure",),
     "fuseboard.profile.observe.memory": ("MemoryPoint", "measure_memory"),
     "fuseboard.profile.judge.reference": ("Reference",),
@@ -118,7 +118,7 @@ _HOMES = {
     "fuseboard.profile.observe.sampling_process": ("SamplerProcess",),
     "fuseboard.profile.observe.sampling_result": ("RegionShare", "SampledProfile"),
     "fuseboard.report.data": ("GraphReport",),
-    "fuseboard.report.explain": ("Explanation", "explain", "last_report"),
+    "fuseboard.explanations.explanation": ("Explanation", "explain", "last_report"),
     "fuseboard.torch_api.internals": ("real_tensors",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

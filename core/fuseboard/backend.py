@@ -8,15 +8,15 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
-from fuseboard.capture.call import compile_graph
 from fuseboard.capture.original import mend_powers
 from fuseboard.config import resolve
-from fuseboard.run.admission import why_in_calls
-from fuseboard.run.kept_call import CannotKeep
-from fuseboard.run.life import Life
+from fuseboard.pipeline.call import compile_graph
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
+from fuseboard.workshop.admission import why_in_calls
+from fuseboard.workshop.kept_call import CannotKeep
+from fuseboard.workshop.life import Life
 
 why_not_installed()  # Dynamo traces before it calls the backend
 

@@ -54,7 +54,7 @@ def test_wheel_holds_the_packages_and_nothing_else(fuseboard_wheel):
         for path in root.rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == source
-    for licence in ("LICENSE", "NOTICE", "core/fuseboard/report/assets/dagre.LICENSE.txt"):
+    for licence in ("LICENSE", "NOTICE", "core/fuseboard/explanations/assets/dagre.LICENSE.txt"):
         assert any(name.endswith(f".dist-info/licenses/{licence}") for name in names)
 
 
@@ -135,9 +135,12 @@ def test_import_is_cheap(environment):
 def test_wheel_holds_what_the_page_is_made_of(fuseboard_wheel):
     """Templates, scripts and styles are package data; a page needs each of them."""
     names = zipfile.ZipFile(fuseboard_wheel).namelist()
-    assets = ROOT / "core" / "fuseboard" / "report" / "assets"
-    expected = {f"fuseboard/report/assets/{path.name}" for path in assets.iterdir()}
-    assert {"fuseboard/report/assets/page.html", "fuseboard/report/assets/dagre.min.js"} <= expected
+    assets = ROOT / "core" / "fuseboard" / "explanations" / "assets"
+    expected = {f"fuseboard/explanations/assets/{path.name}" for path in assets.iterdir()}
+    assert {
+        "fuseboard/explanations/assets/page.html",
+        "fuseboard/explanations/assets/dagre.min.js",
+    } <= expected
     assert expected <= set(names)
 
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 import fuseboard
 from fuseboard.contracts import Trip
-from fuseboard.profile.choose import background
+from fuseboard.lower import background
 from fuseboard.report.data import GraphReport, ledger
 from tests.board_fakes import backend, plugin
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fuseboard
-from fuseboard.profile.choose import background
+from fuseboard.lower import background
 from fuseboard.report.data import ledger
 from tests.support import crashing_plugin
 

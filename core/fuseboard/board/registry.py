@@ -30,7 +30,7 @@ __all__ = ["Board", "PluginState", "Session", "board", "register", "unregister"]
 log = logging.getLogger("fuseboard")
 
 GROUP = "fuseboard"
-BUILT_IN = {"eager": "fuseboard.lower.eager", "defaults": "fuseboard.defaults"}
+BUILT_IN = {"eager": "fuseboard.run.eager", "defaults": "fuseboard.defaults"}
 #: How long ``register`` waits for a plugin's description of itself.
 REGISTER_LIMIT_S = 900.0
 

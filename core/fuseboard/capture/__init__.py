@@ -1,1 +1,1 @@
-"""From Dynamo's graph to AOTAutograd's, and whether they agree."""
+"""Dynamo's own graph, and whether AOTAutograd's compute the same."""

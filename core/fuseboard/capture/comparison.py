@@ -8,9 +8,7 @@ op in eager, forward and backward, on the inputs that it is compiled for.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,30 +19,20 @@ from torch.utils._pytree import tree_leaves
 from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Boxed
 from fuseboard.errors import CONTAINED
-from fuseboard.lower.failure import describe
-from fuseboard.partition.replay import draws
-from fuseboard.partition.stages import has_effects
-from fuseboard.profile.choose import background
-from fuseboard.profile.choose.book import Book
-from fuseboard.profile.choose.measure import generators_put_back, without_anomaly_mode
-from fuseboard.profile.judge.replays import replayable
+from fuseboard.ops.draws import draws
+from fuseboard.ops.effects import has_effects
+from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
 from fuseboard.profile.judge.rewrites import MEMORY_SHARE, peak_bytes
 from fuseboard.profile.judge.rules import reached_by
 from fuseboard.profile.judge.same_results import Disturbances, difference
-from fuseboard.report.data import CandidateReport
-from fuseboard.report.structured_trace import emit
 from fuseboard.run.entry import Entry, all_running
+from fuseboard.run.failure import describe
 from fuseboard.run.kept_inputs import strided_copy
-from fuseboard.run.runner import Runner
-from fuseboard.run.spare_memory import free_bytes
+from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
-from fuseboard.work import describe_node
 
 Run = Callable[..., Any]
-
-#: What the two are called where decisions are kept.
-CAPTURED, EAGER = "captured", "eager"
 
 #: Modules of functions that a graph of Dynamo's calls without effects on anything but tensors.
 _PLAIN = frozenset({"_operator", "operator", "math", "builtins", "torch"})
@@ -78,19 +66,6 @@ class Capture:
         self._entries = entries
         self._written = written
         self._fast_random = fast_random
-
-    def known_difference(self, book: Book | None, inputs: Sequence[Any]) -> str:
-        """The same as :meth:`difference`, found in a book or kept there."""
-        if book is None or book.parts is None:
-            return self.difference(inputs)
-        text = hashlib.sha256(self._graph.code.encode()).hexdigest()
-        book = replace(book, parts={**book.parts, "dynamos": text})
-        if (decision := book.find()) is not None:
-            return next((one.problem for one in decision.candidates), "")
-        problem = self.difference(inputs)
-        told = CandidateReport(CAPTURED, "failed" if problem else "chosen", problem=problem)
-        book.record(EAGER if problem else CAPTURED, [told], settled=True)
-        return problem
 
     def difference(self, inputs: Sequence[Any]) -> str:
         """Where AOTAutograd's graphs part from Dynamo's; "" where they don't.
@@ -234,31 +209,6 @@ class Capture:
                 f"running both would take {needed / 2**20:.0f} MiB of the {free / 2**20:.0f} MiB "
                 "that are free"
             )
-
-
-def give_up(runner: Runner, instead: str, problem: str = "") -> None:
-    """Nobody is to call, or to wait for, what was compiled of a graph: Dynamo's own runs.
-
-    :param instead: why, in a sentence.
-    :param problem: of all that was compiled; "" where it is right, and was slower.
-    """
-    report = runner.report
-    if runner.chooser is not None:
-        background.leave(runner.chooser)
-    runner.chooser, report.settled, report.instead = None, True, instead
-    report.regions.clear()
-    report.nodes[:] = [
-        describe_node(node, "eager", "", "Dynamo's own graph runs")
-        for node in runner.board.graph.graph.nodes
-        if node.op == "call_function"
-    ]
-    for candidate in report.candidates:
-        if problem:
-            right = candidate.name == "eager"
-            candidate.state, candidate.problem = ("chosen", "") if right else ("failed", problem)
-        elif candidate.state == "chosen" and candidate.name != "eager":
-            candidate.state = "slower"
-    emit(report)
 
 
 def _may_draw(node: Node) -> bool:

@@ -13,14 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.contracts import Boxed, Region
-from fuseboard.lower.lowering import Lowered
-from fuseboard.partition.places import Place
-from fuseboard.partition.regions import Cut
-from fuseboard.run.program import Site
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.contracts import Boxed
 from fuseboard.torch_api.state import AUTOGRAD_PARTS, put_back, read_state
-from fuseboard.work import Work, placed
 
 #: Modules whose functions compute, and neither read nor change anything but tensors.
 _COMPUTING = frozenset(
@@ -36,11 +30,6 @@ _TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "torchv
 
 #: Methods of tensors that are about autograd.
 _ABOUT_AUTOGRAD = frozenset({"backward", "register_hook", "requires_grad_", "retain_grad"})
-
-#: What changes how ops run: that belongs to the calls around AOTAutograd's graph.
-_MODES = frozenset(
-    {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"}
-)
 
 
 def mend_powers(graph: torch.nn.Module) -> None:
@@ -113,52 +102,6 @@ def _computes(node: Node) -> bool:
     if module == "torch":
         return hasattr(torch._C._VariableFunctions, name) or name.startswith(("sym_", "_check"))
     return module is None or module in _COMPUTING
-
-
-def original(
-    graph: GraphModule, example_inputs: Sequence[Any], work: Work, grads: bool
-) -> Site | None:
-    """Code that runs Dynamo's graph in the place of AOTAutograd's; None where it can't.
-
-    Its inputs and outputs must be the same, and nothing about it a part of how AOTAutograd calls
-    what it compiled.
-
-    :param graph: Dynamo's.
-    :param example_inputs: of ``graph``.
-    :param grads: the grad mode of the calls, on which Dynamo guards.
-    """
-    placeholders = work.graph.graph.find_nodes(op="placeholder")
-    results = work.graph.graph.output_node().args[0]
-    assert isinstance(results, tuple | list)
-    if (
-        work.kind != "inference"
-        or len(placeholders) != len(example_inputs)
-        or not all(isinstance(value, Node) for value in results)
-        or not torch_internals.mirrors_dynamo()
-        or any(map(_is_special, graph.graph.nodes))
-    ):
-        return None
-    nodes = placed(work.graph, work.kept)
-    cut = Cut(Place(0, "eager"), work.graph, nodes, placeholders, list(results))  # type: ignore[arg-type]
-    region = Region(
-        name=f"{work.report.name}.region0",
-        backend="eager",
-        kind=work.kind,
-        graph=work.graph,
-        signature="",
-        static_inputs=tuple(sorted(work.fixed)),
-        whole=True,
-    )
-    call = boxed_original(graph, grads)
-    return Site(
-        cut, Lowered(region, call, call, tuple(range(len(placeholders)))), is_dynamo_graph=True
-    )
-
-
-def _is_special(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    return getattr(node.target, "__name__", "") in _MODES
 
 
 def boxed_original(graph: GraphModule, grads: bool) -> Boxed:

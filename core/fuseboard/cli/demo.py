@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fuseboard.demo.docstrings import Entry
     from fuseboard.demo.search import Embed, Found, Model
     from fuseboard.demo.speed import Speed
-    from fuseboard.report.explain import Explanation
+    from fuseboard.explanations.explanation import Explanation
 
 QUESTIONS = (
     "How do I find the common prefix of several paths?",
@@ -166,7 +166,7 @@ class _Demo:
         import torch
 
         from fuseboard.demo import search, speed
-        from fuseboard.report.explain import explained
+        from fuseboard.explanations.explanation import explained
 
         board: Embed = torch.compile(speed.own_code(embed, "embed_fuseboard"), backend="fuseboard")
         texts = [f"{entry.name}: {entry.text}" for entry in outcome.entries]
@@ -239,7 +239,7 @@ class _Demo:
         import torch
 
         from fuseboard.demo import speed
-        from fuseboard.profile.choose.background import wait
+        from fuseboard.lower.background import wait
         from fuseboard.report.data import ledger
 
         start = time.perf_counter()
@@ -312,7 +312,7 @@ class _Demo:
             )
 
     def _report(self, outcome: Outcome) -> None:
-        from fuseboard.report.text import show
+        from fuseboard.explanations.text import show
 
         assert outcome.explanation is not None
         self._say("What ran where, as `fuseboard explain` shows it for code of your own")

@@ -21,7 +21,7 @@ from rich.console import Console
 from fuseboard.errors import FuseboardError
 
 if TYPE_CHECKING:
-    from fuseboard.report.explain import Explanation
+    from fuseboard.explanations.explanation import Explanation
 
 _ANSWERS = (
     "It may return (model, args) or (model, args, kwargs): then model(*args, **kwargs) is "
@@ -71,7 +71,7 @@ def explain(
     if as_json:
         print(json.dumps(explanation.as_dict(), indent=2))
     else:
-        from fuseboard.report.text import show
+        from fuseboard.explanations.text import show
 
         show(explanation, Console())
     if html is not None:
@@ -105,7 +105,7 @@ def run(target: str, wait: bool = False) -> Explanation:
     function = _named(target)
 
     import fuseboard
-    from fuseboard.report import explain as report
+    from fuseboard.explanations import explanation as report
 
     with report.explained() as explanation:
         result = function()

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fuseboard.partition.board_nodes import view_chain
-from fuseboard.partition.estimate import is_free, sizes
-from fuseboard.partition.stages import keeps_order
+from fuseboard.ops.effects import keeps_order
+from fuseboard.ops.estimate import is_free, sizes
+from fuseboard.ops.views import view_chain
 from fuseboard.torch_api.copies import graph_module
 
 #: Elements that hoisting must save from being computed in each call. Below it, the check that

@@ -16,11 +16,11 @@ from fuseboard.contracts import BackendInfo, LoweredRegion, Region
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.artifacts import Artifact, Key, Store, store_at
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
-from fuseboard.lower.failure import contained, trip
 from fuseboard.lower.isolated import Request, Result
 from fuseboard.lower.isolation import Crash, lower_in_child, make_request
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import GraphReport, RegionReport
+from fuseboard.run.failure import contained, trip
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.symbols import GuardWatch, guard_again, symbolic_numbers
 

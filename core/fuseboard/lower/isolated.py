@@ -117,8 +117,8 @@ def _answer(request: Request, directory: Path) -> Result:
     from fuseboard.config import resolve
     from fuseboard.contracts import Region
     from fuseboard.errors import HookTimeout, LoweringError, PluginError
-    from fuseboard.lower.failure import describe
     from fuseboard.profile.costs.database import PluginRecords, database
+    from fuseboard.run.failure import describe
     from fuseboard.torch_api import internals as torch_internals
     from fuseboard.torch_api.graphs import graph_from_bytes
     from fuseboard.torch_api.switches import set_switches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,10 +18,7 @@ from fuseboard.errors import CONTAINED, LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.caching import Cache, Deferred, Task, Token
-from fuseboard.lower.codegen import target_name
 from fuseboard.lower.decompose import decompose
-from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import contained, region_error, trip
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.specialise import Specialised
@@ -34,29 +31,12 @@ from fuseboard.profile.judge.replays import only_torchs_ops
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
 from fuseboard.report.nodes import source_line
 from fuseboard.run.checked import CheckedPrepare
+from fuseboard.run.eager import boxed_function
+from fuseboard.run.failure import contained, region_error, trip
+from fuseboard.run.sites import Lowered
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A region's code.
-
-    :ivar call: takes the region's inputs at ``keeps``, then the prepared values.
-    :ivar code: what the backend made, without what was wrapped around it; isomorphic regions
-        share it.
-    :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
-    :ivar lower_part: compiles a part of the region's graph in the same way.
-    """
-
-    region: Region
-    call: Boxed
-    code: Boxed
-    keeps: tuple[int, ...]
-    prepare: Boxed | None = None
-    uses: tuple[int, ...] = ()
-    values: int = 0
-    lower_part: Callable[[GraphModule], Boxed] | None = None
+from fuseboard.torch_api.nodes import target_name
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from fuseboard.board import Session
 from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed, Event, Region
 from fuseboard.errors import CONTAINED
-from fuseboard.lower.codegen import Source
-from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import contained, trip
 from fuseboard.lower.static import StaticGraph, with_sizes
+from fuseboard.ops.effects import has_effects
 from fuseboard.partition.signature import signature
-from fuseboard.partition.stages import has_effects
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.run.checked import CheckedRegion, Proofs
+from fuseboard.run.codegen import Source
+from fuseboard.run.eager import boxed_function
+from fuseboard.run.failure import contained, trip
 from fuseboard.run.sizes import size_sources
 from fuseboard.run.weights import WeightSets, any_version, run_prepare
 from fuseboard.torch_api import symbols as torch_symbols

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from fuseboard.board import Session
 from fuseboard.contracts import LoweredRegion, Region, Stage
 from fuseboard.errors import LoweringError, PluginError
-from fuseboard.lower.failure import contained, trip
 from fuseboard.report.data import GraphReport, RegionReport
+from fuseboard.run.failure import contained, trip
 
 
 def wrap_region(

@@ -9,14 +9,13 @@ get a copy of it.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.partition.estimate import is_view
+from fuseboard.ops.views import view_chain
 
 #: Python and torch functions on ints, floats and bools that graphs with symbolic sizes hold.
 _SCALAR_MODULES = {"_operator", "operator", "math", "torch", "builtins", "torch.fx"}
@@ -62,24 +61,6 @@ def _aliasing_views(graph: GraphModule) -> set[Node]:
             for chain in group:
                 shared.update(chain[:-1])
     return shared
-
-
-def view_chain(node: Node) -> Iterable[Node]:
-    """A node, what it is a view of, and so on to the node that made the storage."""
-    yield node
-    while node.op == "call_function" and is_view(node):
-        base = node.args[0] if node.args else None
-        if not isinstance(base, Node):
-            return
-        if node.target is operator.getitem and not is_view_list(base):
-            return
-        node = base
-        yield node
-
-
-def is_view_list(node: Node) -> bool:
-    """Whether a node's results are a list of views (``split``, ``unbind``, ``chunk``)."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
 
 
 def _output_nodes(output: Node) -> list[Node]:

@@ -15,8 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuseboard.contracts import JointPolicy, Knapsack
+from fuseboard.ops.draws import draws, hides_draws
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
-from fuseboard.partition.replay import draws, hides_draws, settle_replays, worth_replaying
+from fuseboard.partition.replay import settle_replays, worth_replaying
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import graph_module
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Policy, Repeats
-from fuseboard.partition.estimate import estimates_us
+from fuseboard.ops.estimate import estimates_us
 from fuseboard.partition.repeats import repeated_regions
 from fuseboard.partition.stages import contraction_cycle, stage_nodes
 from fuseboard.partition.views import pull_views

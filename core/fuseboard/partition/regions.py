@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fuseboard.partition.estimate import is_creation
+from fuseboard.ops.estimate import is_creation
 from fuseboard.partition.places import Place
 from fuseboard.partition.stages import order_keepers, stage_nodes
 from fuseboard.torch_api import internals as torch_internals

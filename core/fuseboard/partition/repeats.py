@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from fuseboard.contracts import BackendInfo, Repeats
-from fuseboard.partition.estimate import (
+from fuseboard.ops.estimate import (
     BYTES_PER_US,
     estimates_us,
     is_contraction,

@@ -9,49 +9,16 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard.ops.draws import call_draws
 from fuseboard.torch_api import internals as torch_internals
-
-#: Arguments that switch an op's randomness off, and the value that does.
-_SWITCHES = {"dropout_p": 0, "p": 0, "dropout": 0, "train": False, "training": False}
 
 #: The state of the CPU's generator takes 5056 bytes, which would be saved in place of a draw.
 _STATE_BYTES = 5056
-
-
-def draws(node: Node) -> bool:
-    """Whether a node draws random numbers with the arguments that it has."""
-    return _call_draws(node.target, node.args, node.kwargs)
-
-
-def _call_draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    arguments = target._schema.arguments
-    values = {argument.name: argument.default_value for argument in arguments}
-    values.update(zip(values, args, strict=False))
-    values.update(kwargs)
-    return not any(values.get(name) == off for name, off in _SWITCHES.items() if name in values)
-
-
-def hides_draws(node: Node, owner: torch.nn.Module) -> bool:
-    """Whether a higher-order op's own graphs draw random numbers."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    for used in node.all_input_nodes:
-        inner = getattr(owner, str(used.target), None) if used.op == "get_attr" else None
-        if isinstance(inner, GraphModule) and any(
-            draws(n) or hides_draws(n, inner) for n in inner.graph.nodes
-        ):
-            return True
-    return False
 
 
 def worth_replaying(node: Node) -> bool:
@@ -90,7 +57,7 @@ def settle_replays(forward: GraphModule, backward: GraphModule) -> None:
     for state, repeated in zip(states, replays, strict=True):
         drawn: Any = state.args[0]
         value = next(user for user in drawn.users if user.args[1] == 1)
-        if _call_draws(drawn.args[0], drawn.args[1:], drawn.kwargs):
+        if call_draws(drawn.args[0], drawn.args[1:], drawn.kwargs):
             drawn.meta = {**value.meta, "val": (state.meta["val"], value.meta["val"])}
             repeated.meta = copy.copy(value.meta)
         else:

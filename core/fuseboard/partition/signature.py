@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.lower.codegen import target_name
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.nodes import target_name
 
 
 def signature(graph: GraphModule, backend: str, further: Sequence[Any]) -> str:

@@ -12,10 +12,10 @@ import heapq
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import torch
 from torch.fx import Node
 
-from fuseboard.partition.estimate import is_creation
+from fuseboard.ops.effects import keeps_order
+from fuseboard.ops.estimate import is_creation
 from fuseboard.partition.merging import merge_places
 from fuseboard.partition.places import Place
 
@@ -86,14 +86,6 @@ def contraction_cycle(nodes: Sequence[Node], regions: Sequence[Sequence[str]]) -
     return [node.name for node in nodes if node not in done]
 
 
-def keeps_order(node: Node) -> bool:
-    """Whether a node draws random numbers or has effects, so that its order matters."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags or bool(node.is_impure())
-    return isinstance(target, torch._ops.HigherOrderOperator)
-
-
 def order_keepers(nodes: Iterable[Node]) -> set[Node]:
     """Those of the nodes that :func:`keeps_order` holds for; torch is asked once for each op."""
     known: dict[int, bool] = {}  # by identity: hashing an op costs as much as all else here
@@ -105,37 +97,6 @@ def order_keepers(nodes: Iterable[Node]) -> set[Node]:
         if keeps:
             kept.add(node)
     return kept
-
-
-def has_effects(node: Node) -> bool:
-    """Whether running a node twice can be told from running it once: more than a random draw.
-
-    Ordered effects (``torch.ops.higher_order.with_effects``), collectives, and ops that torch
-    keeps although nobody reads them, such as writes; checks of values aside.
-    """
-    target = node.target
-    if target is torch.ops.higher_order.with_effects:
-        return not only_raises(node)
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if target.namespace.startswith("_c10d_functional"):
-        return True
-    if target._opname.startswith(("_assert", "sym_constrain")):
-        return False
-    return bool(node.is_impure()) and torch.Tag.nondeterministic_seeded not in target.tags
-
-
-def only_raises(node: Node) -> bool:
-    """Whether an ordered effect is nothing but a check, which may be made again.
-
-    ``torch/_higher_order_ops/effects.py`` of 2.13 orders the check behind ``linalg.inv``,
-    ``cholesky``, ``solve`` and their like among the effects, so that it isn't dropped.
-    """
-    return (
-        node.target is torch.ops.higher_order.with_effects
-        and len(node.args) > 1
-        and node.args[1] is torch.ops.aten._linalg_check_errors.default
-    )
 
 
 # --- units: what moves through the stages together ----------------------------------------------

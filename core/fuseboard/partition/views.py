@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch.fx import Node
 
 from fuseboard.contracts import Claim, Decline
-from fuseboard.partition.estimate import is_view
+from fuseboard.ops.estimate import is_view
 
 
 def pull_views(

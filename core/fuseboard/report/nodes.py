@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.module_names import module_stack, split_source
-from fuseboard.report.data import GraphReport, InputReport
+from fuseboard.report.data import GraphReport, InputReport, NodeReport
+from fuseboard.torch_api.nodes import target_name
 
 
 def value_text(value: Any) -> str:
@@ -84,3 +85,24 @@ def source_line(node: Node) -> str:
     name = getattr(kind, "__name__", kind)
     path = split_source(source)[1]
     return f"module {path} ({name})" if path else f"module {name}"
+
+
+def describe_node(
+    node: Node, backend: str, region: str, reason: str, declined: Mapping[str, str] | None = None
+) -> NodeReport:
+    """An op's row in a report.
+
+    :param declined: backend name → its reason.
+    """
+    return NodeReport(
+        name=node.name,
+        op=target_name(node),
+        backend=backend,
+        region=region,
+        reason=reason,
+        source=source_line(node),
+        declined=dict(declined or {}),
+        inputs=tuple(used.name for used in node.all_input_nodes),
+        value=value_text(node.meta.get("val")),
+        module=module_path(node),
+    )

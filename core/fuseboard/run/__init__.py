@@ -1,1 +1,1 @@
-"""What a call goes through: the life of its graph, the route, programs, weights."""
+"""What a call goes through: regions' code, programs, the runner, weights."""

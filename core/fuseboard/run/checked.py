@@ -19,14 +19,14 @@ from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
-from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import decide, describe, trip
+from fuseboard.profile.judge.copies import Copies, Kept, Watch
 from fuseboard.profile.judge.parting import first_parting
 from fuseboard.profile.judge.reference import Reference, make_reference, replayable
 from fuseboard.profile.judge.replays import why_it_writes
 from fuseboard.profile.judge.verify import verify
 from fuseboard.report.data import GraphReport
-from fuseboard.run.copies import Copies, Kept, Watch
+from fuseboard.run.eager import boxed_function
+from fuseboard.run.failure import decide, describe, trip
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.state import CALL_PARTS, StateGuard
 

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Boxed
-from fuseboard.lower.eager import boxed_function
 from fuseboard.profile.judge.interpret import Disturbed, Eager, run
+from fuseboard.run.eager import boxed_function
 from fuseboard.torch_api import internals as torch_internals
 
 

@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from fuseboard.contracts import Boxed
 from fuseboard.errors import ContractError
-from fuseboard.lower.codegen import Source
-from fuseboard.partition.estimate import estimates_us
+from fuseboard.ops.estimate import estimates_us
+from fuseboard.run.codegen import Source
 
 #: Calls that look at outputs: so many first ones, and then one of so many.
 FIRST, EVERY = 16, 32

@@ -18,14 +18,13 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind
-from fuseboard.lower.codegen import Source
-from fuseboard.lower.lowering import Lowered
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
-from fuseboard.report.nodes import modules_text
 from fuseboard.run.checked import CheckedRegion, Proofs
+from fuseboard.run.codegen import Source
 from fuseboard.run.liveness import drops, needed_nodes
-from fuseboard.run.outputs import Output, is_cheap, seen, write_check, write_detour
+from fuseboard.run.outputs import is_cheap, write_check, write_detour
+from fuseboard.run.sites import Lowered, Site
 from fuseboard.run.weights import WeightSets, address_of, run_prepare
 from fuseboard.torch_api.profiler import Spanned
 
@@ -37,39 +36,6 @@ _WEIGHTS_CHECK = (
 
 #: In the place of a site's number: the call was made without prepared values.
 WITHOUT = -2
-
-
-@dataclass
-class Site:
-    """One call of a region in the graph.
-
-    :ivar is_dynamo_graph: the code is that of Dynamo's graph, not of the region's own.
-    :ivar outputs: what they were like in the last checked call; empty before one.
-    """
-
-    cut: Cut
-    lowered: Lowered
-    is_dynamo_graph: bool = False
-    outputs: tuple[Output, ...] = ()
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether its code is the region's graph op by op, which values are held against."""
-        return self.lowered.region.backend == "eager" and not self.is_dynamo_graph
-
-    def span(self) -> str:
-        """What traces call it: its region, the backend, the user's modules."""
-        region = self.lowered.region
-        return f"{region.name} [{region.backend}] {modules_text(self.cut.nodes)}".rstrip()
-
-    @property
-    def trusted(self) -> bool:
-        """Whether nobody's code but the board's own runs."""
-        return self.lowered.region.backend == "eager" and self.lowered.call is self.lowered.code
-
-    def see(self, results: Sequence[Any]) -> None:
-        """Note what the outputs of a checked call are like."""
-        self.outputs = seen([node.meta["val"] for node in self.cut.outputs], results)
 
 
 @dataclass(frozen=True)

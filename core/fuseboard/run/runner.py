@@ -20,20 +20,20 @@ from torch.fx import GraphModule, Node
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Region, Stage
 from fuseboard.errors import CONTAINED, NotEnoughMemory, WrongValues
-from fuseboard.lower.codegen import Source
-from fuseboard.lower.eager import boxed_function
-from fuseboard.lower.failure import contained, describe, region_error, trip
-from fuseboard.lower.lowering import Lowered
+from fuseboard.ops.effects import has_effects
 from fuseboard.partition.board_nodes import shared_outputs
-from fuseboard.partition.stages import has_effects
 from fuseboard.profile.judge.reference import replayable
 from fuseboard.profile.judge.verify import shares_storage
 from fuseboard.report.data import GraphReport
 from fuseboard.report.instead import choose_eager, graph_runs_in_eager, regions_run_in_eager
 from fuseboard.report.words import first
 from fuseboard.run.checked import Proofs
+from fuseboard.run.codegen import Source
+from fuseboard.run.eager import boxed_function
 from fuseboard.run.entry import Entry
-from fuseboard.run.program import WITHOUT, Board, Program, Site
+from fuseboard.run.failure import contained, describe, region_error, trip
+from fuseboard.run.program import WITHOUT, Board, Program
+from fuseboard.run.sites import Lowered, Site
 from fuseboard.run.sizes import bucket_source
 from fuseboard.run.weights import WeightSets, any_version
 from fuseboard.torch_api.profiler import Spanned

@@ -37,7 +37,7 @@ import torch
 
 from fuseboard.config.model import Settings
 from fuseboard.errors import NotEnoughMemory
-from fuseboard.run.spare_memory import why_no_room
+from fuseboard.spare_memory import why_no_room
 from fuseboard.torch_api import internals as torch_internals
 
 #: Bytes are read at this many places of a tensor.

@@ -1,1 +1,1 @@
-"""The process that tries candidates beside calls, and what goes there and back."""
+"""Beside the calls: a graph's life, the process that tries candidates, what goes there and back."""

@@ -1,7 +1,7 @@
 """The two threads that serve graphs beside calls: one asks the workshop, the other one loads.
 
 Both are daemons, and wait for graphs by weak references: one that nobody will call isn't worked on.
-Their Python work is done in slices; see :mod:`fuseboard.run.slices`.
+Their Python work is done in slices; see :mod:`fuseboard.workshop.slices`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 from fuseboard.beside import beside
-from fuseboard.run.slices import slices
 from fuseboard.workshop.process import Workshop, WorkshopError, request_directory
 from fuseboard.workshop.request import Answer, Request
+from fuseboard.workshop.slices import slices
 
 log = logging.getLogger("fuseboard")
 
@@ -29,7 +29,7 @@ _IDLE_S = 20.0
 
 
 class Order(Protocol):
-    """A graph that is served; see :class:`fuseboard.run.life.Life`."""
+    """A graph that is served; see :class:`fuseboard.workshop.life.Life`."""
 
     limit_s: float
 

@@ -59,7 +59,7 @@ def _read(requests: queue.SimpleQueue[Path]) -> None:
 
 def _answer(directory: Path, answer) -> Answer:  # type: ignore[no-untyped-def]
     from fuseboard.errors import CONTAINED
-    from fuseboard.lower.failure import describe
+    from fuseboard.run.failure import describe
     from fuseboard.workshop.request import Answer
 
     try:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from fuseboard.board import board, register
-from fuseboard.capture.call import Compiled, compile_graph
-from fuseboard.capture.carried import NotCarried, pack
 from fuseboard.capture.comparison import CannotCompare
 from fuseboard.errors import CONTAINED
-from fuseboard.lower.failure import describe
+from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.report.data import GraphReport, ledger
+from fuseboard.run.failure import describe
 from fuseboard.torch_api.bundles import bundling
 from fuseboard.torch_api.dynamo_graphs import graph_from_bytes, tracing_apart
 from fuseboard.torch_api.state import ANSWER_PARTS
 from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.workshop.carried import NotCarried, pack
 from fuseboard.workshop.request import Answer, Request
 from fuseboard.workshop.tensors import read_inputs
 

@@ -39,7 +39,7 @@ class Answer:
     :ivar dynamo_wins: Dynamo's own graph is the fastest that is right.
     :ivar reports: of the graphs that AOTAutograd made of it.
     :ivar problem: why there is nothing to load; "" where there is.
-    :ivar program: what was chosen, as :func:`fuseboard.capture.carried.pack` made it.
+    :ivar program: what was chosen, as :func:`fuseboard.workshop.carried.pack` made it.
     :ivar again: the call raised, as it does in eager: another one may do.
     :ivar only_here: the problem is that of another process alone, such as one that doesn't find an
         op which the program defines.

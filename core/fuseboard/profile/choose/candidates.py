@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fuseboard.lower.caching import Deferred, Token
-from fuseboard.lower.codegen import target_name
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.lowering import Lowering
 from fuseboard.partition.regions import Cut
 from fuseboard.profile.costs.database import CandidateCost
 from fuseboard.report.data import CandidateReport, RegionReport
 from fuseboard.report.nodes import source_line
-from fuseboard.run.program import Board, Program, Site
+from fuseboard.run.program import Board, Program
+from fuseboard.run.sites import Site
 from fuseboard.run.weights import WeightSets
+from fuseboard.torch_api.nodes import target_name
 
 
 @dataclass(eq=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from statistics import quantiles
 from typing import Any
 
 import torch
 
-from fuseboard.beside import is_beside
 from fuseboard.board.session import current_session
 from fuseboard.contracts import Measurement
 
@@ -111,24 +110,6 @@ def _summary(samples: list[float]) -> Measurement:
         return Measurement(samples[0], samples[0], samples[0], calls=1)
     low, median, high = quantiles(samples, n=4, method="inclusive")
     return Measurement(latency_us=median, low_us=low, high_us=high, calls=len(samples))
-
-
-def generators_put_back() -> AbstractContextManager[None]:
-    """The states of the CPU's generator and of CUDA's as before, after the block.
-
-    Beside the user's calls they are left alone: another thread may draw from them meanwhile.
-    """
-    if is_beside():
-        return nullcontext()
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if started else [])
-
-
-def without_anomaly_mode() -> AbstractContextManager[Any]:
-    """torch's anomaly mode off for the block: it would print the user's error for each trial."""
-    if not torch.is_anomaly_enabled():
-        return nullcontext()
-    return torch.autograd.set_detect_anomaly(False)
 
 
 @contextmanager

@@ -23,26 +23,26 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fuseboard.board import Session
-from fuseboard.capture.comparison import give_up
 from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event, Measurement
 from fuseboard.errors import CONTAINED, ContractError, RegionError
-from fuseboard.lower.failure import CONTAINING, ask, describe, trip
+from fuseboard.lower import background
 from fuseboard.lower.specialise import compiling
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
-from fuseboard.profile.choose import background
 from fuseboard.profile.choose.book import Book
-from fuseboard.profile.choose.measure import generators_put_back, without_anomaly_mode
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import CandidateCost
+from fuseboard.profile.judge.copies import Kept
+from fuseboard.profile.judge.replays import generators_put_back, without_anomaly_mode
 from fuseboard.report.choices import duration, size
 from fuseboard.report.data import CandidateReport, GraphReport
+from fuseboard.report.nodes import describe_node
 from fuseboard.report.structured_trace import emit
-from fuseboard.run.copies import Kept
+from fuseboard.run.failure import CONTAINING, ask, describe, trip
 from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.run.runner import Runner
-from fuseboard.run.spare_memory import free_bytes
+from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.allocator import peak_bytes
 
@@ -332,3 +332,28 @@ def tell_dynamos_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runn
         instead += f": {_SUBJECTS[kind]} take {times}"
     for runner in runners:
         give_up(runner, instead)
+
+
+def give_up(runner: Runner, instead: str, problem: str = "") -> None:
+    """Nobody is to call, or to wait for, what was compiled of a graph: Dynamo's own runs.
+
+    :param instead: why, in a sentence.
+    :param problem: of all that was compiled; "" where it is right, and was slower.
+    """
+    report = runner.report
+    if runner.chooser is not None:
+        background.leave(runner.chooser)
+    runner.chooser, report.settled, report.instead = None, True, instead
+    report.regions.clear()
+    report.nodes[:] = [
+        describe_node(node, "eager", "", "Dynamo's own graph runs")
+        for node in runner.board.graph.graph.nodes
+        if node.op == "call_function"
+    ]
+    for candidate in report.candidates:
+        if problem:
+            right = candidate.name == "eager"
+            candidate.state, candidate.problem = ("chosen", "") if right else ("failed", problem)
+        elif candidate.state == "chosen" and candidate.name != "eager":
+            candidate.state = "slower"
+    emit(report)

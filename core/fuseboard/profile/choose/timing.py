@@ -12,13 +12,13 @@ from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Measurement
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, NotEnoughMemory, PluginError
-from fuseboard.lower.failure import decide, trip
 from fuseboard.profile.choose.candidates import Candidate
 from fuseboard.profile.choose.measure import measure_calls
 from fuseboard.profile.choose.winner import note_times
+from fuseboard.profile.judge.copies import Kept, Seal, Watch, memory_of
 from fuseboard.report.data import GraphReport
 from fuseboard.run.checked import Proofs
-from fuseboard.run.copies import Kept, Seal, Watch, memory_of
+from fuseboard.run.failure import decide, trip
 from fuseboard.torch_api.allocator import peak_bytes
 from fuseboard.torch_api.state import CALL_PARTS, StateGuard
 

@@ -18,22 +18,22 @@ import torch
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Stage
 from fuseboard.errors import CONTAINED, LoweringError, NotEnoughMemory, RegionError
+from fuseboard.lower import background
 from fuseboard.lower.caching import Token
-from fuseboard.lower.failure import CONTAINING, ask, decide, describe, trip
 from fuseboard.lower.isolated import Result
 from fuseboard.lower.specialise import compiling
-from fuseboard.profile.choose import background
 from fuseboard.profile.choose.book import Book
 from fuseboard.profile.choose.candidates import Candidate, tell_what_preparing_gains
 from fuseboard.profile.choose.layouts import Layouts
-from fuseboard.profile.choose.measure import generators_put_back
 from fuseboard.profile.choose.ranks import Decide, here
 from fuseboard.profile.choose.timing import Timing
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import Decision
+from fuseboard.profile.judge.copies import Kept
+from fuseboard.profile.judge.replays import generators_put_back
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.checked import Proofs
-from fuseboard.run.copies import Kept
+from fuseboard.run.failure import CONTAINING, ask, decide, describe, trip
 from fuseboard.run.kept_inputs import KeptInputs
 from fuseboard.run.runner import Runner
 from fuseboard.run.weights import any_version

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from fuseboard.partition.stages import only_raises
-from fuseboard.profile.choose import batch_means
-from fuseboard.profile.judge import lifting
+from fuseboard.ops.effects import only_raises
+from fuseboard.profile.judge import batch_means, lifting
 from fuseboard.torch_api import internals as torch_internals
 
 #: What uninitialised memory is filled with in a run, by what kind of numbers it holds.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard.partition.replay import draws
+from fuseboard.ops.draws import draws
 
 _LIFTED = {
     torch.float32: torch.float64,

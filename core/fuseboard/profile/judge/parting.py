@@ -17,10 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from fuseboard.contracts import Boxed, Verdict
 from fuseboard.errors import CONTAINED
+from fuseboard.profile.judge.copies import Copies
 from fuseboard.profile.judge.reference import make_reference
 from fuseboard.profile.judge.values import judge
 from fuseboard.report.nodes import source_line
-from fuseboard.run.copies import Copies
 from fuseboard.torch_api.copies import graph_module
 
 Lower = Callable[[GraphModule, Sequence[Any]], Boxed]

@@ -1,14 +1,16 @@
-"""Which graphs may be run again, beside the call that the user made."""
+"""Which graphs may be run again beside the user's call, and what such runs leave as it was."""
 
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.partition.stages import only_raises
+from fuseboard.beside import is_beside
+from fuseboard.ops.effects import only_raises
 
 #: Namespaces of ops that talk to other processes, or move what others hold.
 _COLLECTIVES = frozenset(
@@ -152,3 +154,21 @@ def _trains(node: Node, mean: int, flag: int) -> bool:
     """Whether batch norm updates statistics: there are some, and it trains."""
     given = dict(enumerate(node.args))
     return given.get(mean) is not None and bool(given.get(flag, True))
+
+
+def generators_put_back() -> AbstractContextManager[None]:
+    """The states of the CPU's generator and of CUDA's as before, after the block.
+
+    Beside the user's calls they are left alone: another thread may draw from them meanwhile.
+    """
+    if is_beside():
+        return nullcontext()
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if started else [])
+
+
+def without_anomaly_mode() -> AbstractContextManager[Any]:
+    """torch's anomaly mode off for the block: it would print the user's error for each trial."""
+    if not torch.is_anomaly_enabled():
+        return nullcontext()
+    return torch.autograd.set_detect_anomaly(False)

@@ -17,11 +17,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fuseboard.contracts import Verdict
-from fuseboard.partition.estimate import is_view, value_bytes
+from fuseboard.ops.estimate import is_view, value_bytes
 from fuseboard.profile.judge.reference import make_reference, replayable, run_eager
 from fuseboard.profile.judge.replays import why_it_writes
 from fuseboard.profile.judge.values import judge
-from fuseboard.run.spare_memory import free_bytes
+from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api.copies import graph_module, part_of_graph
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
 

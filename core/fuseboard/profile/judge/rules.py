@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.partition.replay import hides_draws
+from fuseboard.ops.draws import hides_draws
 from fuseboard.profile.judge import lifting
 from fuseboard.torch_api import internals as torch_internals
 

@@ -17,9 +17,8 @@ from fuseboard.config import settings
 from fuseboard.errors import FuseboardError, SettingsError
 from fuseboard.profile.choose.measure import measure_calls
 from fuseboard.report.data import ledger
-from fuseboard.report.dynamo import compiled_apart, compiled_from
-from fuseboard.report.explain import state_kept, with_code
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.apart import compiled_apart, compiled_from, state_kept, with_code
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _BACKWARD = "fuseboard.backward"

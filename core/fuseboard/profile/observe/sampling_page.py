@@ -56,7 +56,7 @@ class FunctionRow:
 
 def render_flame_graph(profile: SampledProfile) -> str:
     """The page as text; write it as UTF-8."""
-    style = Markup(_asset("fuseboard.report", "page.css") + _asset(__package__, "flame.css"))
+    style = Markup(_asset("fuseboard.explanations", "page.css") + _asset(__package__, "flame.css"))
     script = Markup(_asset(__package__, "flame.js"))
     styles = _backend_styles(profile)
     return (

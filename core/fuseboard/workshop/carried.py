@@ -18,7 +18,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
-from fuseboard.capture.call import Compiled, GraphCall
 from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import GraphKind
 from fuseboard.errors import LoweringError
@@ -26,13 +25,15 @@ from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
-from fuseboard.pipeline import Record, next_name
+from fuseboard.pipeline.call import Compiled, GraphCall
+from fuseboard.pipeline.stages import Record, next_name
 from fuseboard.profile.choose.candidates import tell_what_preparing_gains
 from fuseboard.report.data import GraphReport
 from fuseboard.run.checked import Proofs
 from fuseboard.run.entry import BackwardEntry, Entry
-from fuseboard.run.program import Program, Site
+from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
+from fuseboard.run.sites import Site
 from fuseboard.torch_api.dynamo_graphs import tracing_apart
 from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
 

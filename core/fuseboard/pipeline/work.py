@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.contracts import Claim, Decline, GraphKind, Plan
+from fuseboard.capture.original import boxed_original
+from fuseboard.contracts import Claim, Decline, GraphKind, Plan, Region
 from fuseboard.fuse.passes import FusionCounter
-from fuseboard.lower.codegen import target_name
 from fuseboard.partition.pins import Wishes
+from fuseboard.partition.places import Place
 from fuseboard.partition.regions import Cut
-from fuseboard.report.data import GraphReport, NodeReport
-from fuseboard.report.nodes import module_path, source_line, value_text
-from fuseboard.run.program import Site
+from fuseboard.report.data import GraphReport
+from fuseboard.report.nodes import describe_node
+from fuseboard.run.sites import Lowered, Site
+from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.internals import InputRoles
 
 #: By backend, in order of priority.
 Claims = dict[str, list[Claim | Decline]]
+
+#: What changes how ops run: that belongs to the calls around AOTAutograd's graph.
+_MODES = frozenset(
+    {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"}
+)
 
 
 @dataclass(frozen=True)
@@ -72,27 +81,6 @@ def claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
     return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
 
 
-def describe_node(
-    node: Node, backend: str, region: str, reason: str, declined: Mapping[str, str] | None = None
-) -> NodeReport:
-    """An op's row in a report.
-
-    :param declined: backend name → its reason.
-    """
-    return NodeReport(
-        name=node.name,
-        op=target_name(node),
-        backend=backend,
-        region=region,
-        reason=reason,
-        source=source_line(node),
-        declined=dict(declined or {}),
-        inputs=tuple(used.name for used in node.all_input_nodes),
-        value=value_text(node.meta.get("val")),
-        module=module_path(node),
-    )
-
-
 def describe_nodes(work: Work, plan: Plan, sites: Sequence[Site]) -> None:
     """Tell in the report where each op runs, and why."""
     report, kept = work.report, work.kept
@@ -117,3 +105,49 @@ def describe_nodes(work: Work, plan: Plan, sites: Sequence[Site]) -> None:
             name: reasons[node.name] for name, reasons in declines.items() if reasons.get(node.name)
         }
         report.nodes.append(describe_node(node, backend, region, reason, declined))
+
+
+def dynamo_site(
+    graph: GraphModule, example_inputs: Sequence[Any], work: Work, grads: bool
+) -> Site | None:
+    """Code that runs Dynamo's graph in the place of AOTAutograd's; None where it can't.
+
+    Its inputs and outputs must be the same, and nothing about it a part of how AOTAutograd calls
+    what it compiled.
+
+    :param graph: Dynamo's.
+    :param example_inputs: of ``graph``.
+    :param grads: the grad mode of the calls, on which Dynamo guards.
+    """
+    placeholders = work.graph.graph.find_nodes(op="placeholder")
+    results = work.graph.graph.output_node().args[0]
+    assert isinstance(results, tuple | list)
+    if (
+        work.kind != "inference"
+        or len(placeholders) != len(example_inputs)
+        or not all(isinstance(value, Node) for value in results)
+        or not torch_internals.mirrors_dynamo()
+        or any(map(_is_special, graph.graph.nodes))
+    ):
+        return None
+    nodes = placed(work.graph, work.kept)
+    cut = Cut(Place(0, "eager"), work.graph, nodes, placeholders, list(results))  # type: ignore[arg-type]
+    region = Region(
+        name=f"{work.report.name}.region0",
+        backend="eager",
+        kind=work.kind,
+        graph=work.graph,
+        signature="",
+        static_inputs=tuple(sorted(work.fixed)),
+        whole=True,
+    )
+    call = boxed_original(graph, grads)
+    return Site(
+        cut, Lowered(region, call, call, tuple(range(len(placeholders)))), is_dynamo_graph=True
+    )
+
+
+def _is_special(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return getattr(node.target, "__name__", "") in _MODES

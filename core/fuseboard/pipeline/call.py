@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,14 @@ from fuseboard.capture.comparison import CannotCompare, Capture
 from fuseboard.capture.original import forward_of, mend_powers
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import CONTAINED, LoweringError, PluginError
-from fuseboard.lower.failure import describe
 from fuseboard.lower.specialise import compiling
 from fuseboard.partition.pins import Pins
-from fuseboard.pipeline import Pipeline
+from fuseboard.pipeline.stages import Pipeline
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.choose.step import EAGER, whole_step
+from fuseboard.report.data import CandidateReport
 from fuseboard.run.entry import BackwardEntry, Entry
+from fuseboard.run.failure import describe
 from fuseboard.run.runner import Runner
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
@@ -31,6 +33,9 @@ from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 
 Run = Callable[..., Any]
+
+#: What AOTAutograd's graphs are called where it is kept whether they compute what Dynamo's does.
+CAPTURED = "captured"
 
 
 @dataclass(frozen=True)
@@ -264,7 +269,7 @@ class GraphCall:
         problem = reason = ""
         try:
             with compiling, report.timed("capture"):
-                problem = captured.known_difference(pipeline.capture_book, example_inputs)
+                problem = self._known_difference(captured, example_inputs)
         except CannotCompare as why:
             reason = str(why)
         except CONTAINED as error:  # torch's, on results of a kind that it can't compute with
@@ -274,6 +279,20 @@ class GraphCall:
         if problem:
             pipeline.contain_other_graph(problem)
         return bool(problem)
+
+    def _known_difference(self, captured: Capture, inputs: Sequence[Any]) -> str:
+        """Where AOTAutograd's graphs part from Dynamo's, as the cost database has it or is told."""
+        book = self.pipeline.capture_book
+        if book is None or book.parts is None:
+            return captured.difference(inputs)
+        text = hashlib.sha256(self.graph.code.encode()).hexdigest()
+        book = replace(book, parts={**book.parts, "dynamos": text})
+        if (decision := book.find()) is not None:
+            return next((one.problem for one in decision.candidates), "")
+        problem = captured.difference(inputs)
+        row = CandidateReport(CAPTURED, "failed" if problem else "chosen", problem=problem)
+        book.record(EAGER if problem else CAPTURED, [row], settled=True)
+        return problem
 
     def whole_step(self, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
         """Let the faster of what was compiled and Dynamo's own graph run the calls.

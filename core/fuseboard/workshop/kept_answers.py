@@ -14,7 +14,7 @@ from fuseboard.lower.artifacts import Key, Store, store_at
 from fuseboard.profile.choose.book import Book
 from fuseboard.profile.choose.step import COMPILED, EAGER
 from fuseboard.report.data import CandidateReport, GraphReport
-from fuseboard.run.kept_call import KeptCall
+from fuseboard.workshop.kept_call import KeptCall
 from fuseboard.workshop.request import Answer
 
 

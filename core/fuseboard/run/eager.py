@@ -23,7 +23,7 @@ from fuseboard.contracts import (
     Region,
 )
 from fuseboard.hookspecs import hookimpl
-from fuseboard.lower.codegen import Source, last_uses
+from fuseboard.run.codegen import Source, last_uses
 
 
 @hookimpl

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.nodes import target_name
 from fuseboard.torch_api.profiler import show_in_traces
 
 _function_numbers = count()
@@ -134,16 +134,6 @@ class Source:
         """The same beside an operator: without parentheses ``-2 ** x`` is ``-(2 ** x)``."""
         text = self.literal(value, names)
         return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def target_name(node: Node) -> str:
-    """What a node calls, as people write it: ``aten.addmm.default``, ``operator.getitem``."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._opname}.{target._overloadname}"
-    module = (getattr(target, "__module__", "") or "").removeprefix("_")
-    name = getattr(target, "__name__", None) or str(target)
-    return f"{module}.{name}" if module else name
 
 
 def last_uses(nodes: Iterable[Node], kept: Iterable[Node]) -> dict[Node, list[Node]]:

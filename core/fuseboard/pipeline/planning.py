@@ -10,20 +10,20 @@ from torch.fx import GraphModule, Node
 from fuseboard.board import Session
 from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats, Stage
 from fuseboard.errors import LoweringError, PluginError
-from fuseboard.lower.codegen import target_name
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.static import as_in_the_example, is_symbolic
+from fuseboard.ops.effects import has_effects
 from fuseboard.partition.claims import arbitrate, mark_refused
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
-from fuseboard.partition.stages import has_effects
 from fuseboard.partition.support import Support
+from fuseboard.pipeline.work import Claims, Work, placed
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.report.data import GraphReport
 from fuseboard.torch_api.copies import copy_graph
-from fuseboard.work import Claims, Work, placed
+from fuseboard.torch_api.nodes import target_name
 
 #: Contains a plugin's failure: (report, plugin, stage, error, what ran instead).
 Tripped = Callable[[GraphReport, str, Stage, Exception, str], None]

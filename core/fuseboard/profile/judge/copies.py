@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fuseboard.errors import NotEnoughMemory
-from fuseboard.run.spare_memory import free_bytes
+from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 
 #: Of the free memory, what copies for one call may take, and those that are kept for several.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fuseboard.run.kept_inputs import strided_copy
-from fuseboard.run.spare_memory import free_bytes
+from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 

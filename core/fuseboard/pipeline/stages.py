@@ -13,8 +13,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
-from fuseboard.capture.comparison import give_up
-from fuseboard.capture.original import original
 from fuseboard.contracts import (
     Event,
     EventName,
@@ -24,7 +22,6 @@ from fuseboard.contracts import (
 )
 from fuseboard.errors import LoweringError, PluginError, RegionError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
-from fuseboard.lower.failure import CONTAINING, ask, describe, trip
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.specialise import compiling
 from fuseboard.partition.board_nodes import board_nodes
@@ -33,21 +30,24 @@ from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import cut_regions
-from fuseboard.planning import Planner, defers
+from fuseboard.pipeline.planning import Planner, defers
+from fuseboard.pipeline.rewriting import Rewriter
+from fuseboard.pipeline.work import Draft, Work, claimed, describe_nodes, dynamo_site, placed
 from fuseboard.profile.choose.book import Book
 from fuseboard.profile.choose.candidates import Candidate
 from fuseboard.profile.choose.ranks import Decide, check_same, from_first, several_ranks
+from fuseboard.profile.choose.step import give_up
 from fuseboard.profile.choose.tuner import Tuner
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
-from fuseboard.report.nodes import describe_ends
+from fuseboard.report.nodes import describe_ends, describe_node
 from fuseboard.report.structured_trace import emit
-from fuseboard.rewriting import Rewriter
 from fuseboard.run.entry import Entry
-from fuseboard.run.program import Program, Site
+from fuseboard.run.failure import CONTAINING, ask, describe, trip
+from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
+from fuseboard.run.sites import Site
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
-from fuseboard.work import Draft, Work, claimed, describe_node, describe_nodes, placed
 
 _graph_numbers: dict[str, Iterator[int]] = {}
 #: Of calls of the backend, in this process.
@@ -294,7 +294,7 @@ class Pipeline:
             report.candidates.append(told)
             candidate = Candidate(draft.cuts, self._strict_lowering(work), told)
             if draft.name == "eager" and self.dynamos is not None and not wrapped:
-                candidate.given = original(self.dynamos, self.example_inputs, work, self.grads)
+                candidate.given = dynamo_site(self.dynamos, self.example_inputs, work, self.grads)
                 if candidate.given is not None:
                     runner.uncompiled = candidate.given.lowered.call
             plans[candidate] = draft.plan

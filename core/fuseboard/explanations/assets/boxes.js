@@ -1,5 +1,5 @@
 "use strict";
-// The model: graphs as trees of boxes, from the JSON that report/page.py wrote.
+// The model: graphs as trees of boxes, from the JSON that explanations/page.py wrote.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 

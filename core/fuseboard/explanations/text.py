@@ -13,7 +13,7 @@ from fuseboard.report.data import Break
 from fuseboard.report.graph_text import WIDTH, graph_parts, line, plain
 
 if TYPE_CHECKING:
-    from fuseboard.report.explain import Explanation
+    from fuseboard.explanations.explanation import Explanation
 
 
 #: Where a terminal has fewer columns, it folds the lines: tables of fewer say nothing.

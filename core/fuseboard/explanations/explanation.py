@@ -14,16 +14,17 @@ from torch.utils._pytree import tree_leaves
 from fuseboard.backend import compile_now, fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
-from fuseboard.profile.choose.background import wait
+from fuseboard.lower.background import wait
 from fuseboard.report import choices
 from fuseboard.report.data import Break, GraphReport, ledger
-from fuseboard.report.dynamo import compiled_apart, compiled_from, watch
+from fuseboard.report.dynamo import watch
 from fuseboard.report.elsewhere import elsewhere
+from fuseboard.torch_api.apart import compiled_apart, compiled_from, state_kept, with_code
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from fuseboard.report.page import Profile
+    from fuseboard.explanations.page import Profile
 
 
 @dataclass
@@ -67,17 +68,17 @@ class Explanation:
         :param profile: what a ``SamplingProfiler`` sampled of the same code; the page then shows
             the share of each region.
         """
-        from fuseboard.report.page import render_page
+        from fuseboard.explanations.page import render_page
 
         return render_page(self, title, profile)
 
     def __rich__(self) -> RenderableType:
-        from fuseboard.report.text import render
+        from fuseboard.explanations.text import render
 
         return render(self)
 
     def __str__(self) -> str:
-        from fuseboard.report.text import as_text
+        from fuseboard.explanations.text import as_text
 
         return as_text(self)
 
@@ -187,45 +188,6 @@ def _settle(run: Callable[[], None]) -> None:
             return
         run()
     wait()
-
-
-def with_code(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function around callables that Dynamo can't start from: builtins, objects, partials."""
-    if isinstance(fn, torch.nn.Module) or hasattr(fn, "__code__"):
-        return fn
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def state_kept(fn: Callable[..., Any]) -> Iterator[None]:
-    """Put the random generators and a module's buffers back."""
-    module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
-    owners = list(module.modules()) if isinstance(module, torch.nn.Module) else []
-    buffers = [
-        (owner, name, buffer, buffer.detach().clone())
-        for owner in owners
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            for owner, name, buffer, before in buffers:
-                owner._buffers[name] = buffer
-                if not _equal(buffer, before):
-                    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                        buffer.copy_(before)
-
-
-def _equal(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """The same values; NaNs count as different, which costs a copy and changes nothing."""
-    return now.shape == before.shape and torch.equal(now, before)
 
 
 def _run_backward(result: Any, arguments: Any) -> None:

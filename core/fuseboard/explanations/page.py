@@ -26,15 +26,15 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fuseboard.contracts import Trip
+from fuseboard.explanations.bars import chart
+from fuseboard.explanations.folding import Box, fold
 from fuseboard.module_names import readable
 from fuseboard.report import choices, words
-from fuseboard.report.bars import chart
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.report.elsewhere import elsewhere, foremost
-from fuseboard.report.folding import Box, fold
 
 if TYPE_CHECKING:
-    from fuseboard.report.explain import Explanation
+    from fuseboard.explanations.explanation import Explanation
 
 #: Anchor, title and template of each section, in order. A template gets all that the others get.
 SECTIONS = (
@@ -67,7 +67,7 @@ def render_page(explanation: Explanation, title: str = "", profile: Profile | No
     :param title: of the page; without one, the explained functions are named.
     :param profile: its shares are shown.
     """
-    from fuseboard.report.text import summary
+    from fuseboard.explanations.text import summary
 
     scripts = [_script(name) for name in _SCRIPTS]
     style = Markup(_asset("page.css"))
@@ -100,7 +100,7 @@ def render_page(explanation: Explanation, title: str = "", profile: Profile | No
 @cache
 def _templates() -> Environment:
     environment = Environment(
-        loader=PackageLoader("fuseboard.report", "assets"),
+        loader=PackageLoader("fuseboard.explanations", "assets"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -129,7 +129,7 @@ def _templates() -> Environment:
 
 @cache
 def _asset(name: str) -> str:
-    return (files("fuseboard.report") / "assets" / name).read_text("utf-8")
+    return (files("fuseboard.explanations") / "assets" / name).read_text("utf-8")
 
 
 @cache

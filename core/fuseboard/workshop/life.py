@@ -3,8 +3,8 @@
 Dynamo's own graph answers the first call, and those that follow while the workshop tries
 candidates and while what was chosen is loaded. Then what was chosen and Dynamo's graph answer calls
 in turn, until it is known which of them does it faster here. The states are those of
-:mod:`fuseboard.run.states`. Past 400 lines, since all that may change one graph's state is in one
-class.
+:mod:`fuseboard.workshop.states`. Past 400 lines, since all that may change one graph's state is in
+one class.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from torch.fx import GraphModule
 
 from fuseboard.beside import beside
 from fuseboard.board import Session
-from fuseboard.capture.call import Compiled, compile_graph
-from fuseboard.capture.carried import NotCarried, unpack
 from fuseboard.capture.comparison import CannotCompare
 from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event
 from fuseboard.errors import CONTAINED, LoweringError
+from fuseboard.lower import background
 from fuseboard.lower.caching import Deferred
-from fuseboard.lower.failure import describe
-from fuseboard.pipeline import call_numbers, next_name
-from fuseboard.profile.choose import background
+from fuseboard.pipeline.call import Compiled, compile_graph
+from fuseboard.pipeline.stages import call_numbers, next_name
 from fuseboard.profile.choose.step import COMPILED, EAGER, tell_dynamos_runs
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.report.structured_trace import emit
-from fuseboard.run.admission import why_not_kept
-from fuseboard.run.kept_answers import KeptAnswers
-from fuseboard.run.kept_call import CannotKeep, KeptCall
+from fuseboard.run.failure import describe
 from fuseboard.run.route import Route
-from fuseboard.run.slices import slices
-from fuseboard.run.states import GraphState, StateMachine
-from fuseboard.run.trial import Trial
 from fuseboard.torch_api import dynamo_graphs as torch_capture
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.workshop.admission import why_not_kept
+from fuseboard.workshop.carried import NotCarried, unpack
 from fuseboard.workshop.desk import desk
+from fuseboard.workshop.kept_answers import KeptAnswers
+from fuseboard.workshop.kept_call import CannotKeep, KeptCall
 from fuseboard.workshop.request import Answer, Request
+from fuseboard.workshop.slices import slices
+from fuseboard.workshop.states import GraphState, StateMachine
 from fuseboard.workshop.tensors import write_inputs
+from fuseboard.workshop.trial import Trial
 
 log = logging.getLogger("fuseboard")
 

@@ -1,0 +1,1 @@
+"""What was compiled and why, for people: as text and as a page."""

@@ -1,0 +1,1 @@
+"""Facts about single ops, for all stages: cost, effects, draws, views."""

@@ -1,0 +1,29 @@
+"""What a node is a view of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from fuseboard.ops.estimate import is_view
+
+
+def view_chain(node: Node) -> Iterable[Node]:
+    """A node, what it is a view of, and so on to the node that made the storage."""
+    yield node
+    while node.op == "call_function" and is_view(node):
+        base = node.args[0] if node.args else None
+        if not isinstance(base, Node):
+            return
+        if node.target is operator.getitem and not is_view_list(base):
+            return
+        node = base
+        yield node
+
+
+def is_view_list(node: Node) -> bool:
+    """Whether a node's results are a list of views (``split``, ``unbind``, ``chunk``)."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)

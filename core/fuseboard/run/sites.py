@@ -1,0 +1,68 @@
+"""A region's code, and the places of a graph that call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fuseboard.contracts import Boxed, Region
+from fuseboard.partition.regions import Cut
+from fuseboard.report.nodes import modules_text
+from fuseboard.run.outputs import Output, seen
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A region's code.
+
+    :ivar call: takes the region's inputs at ``keeps``, then the prepared values.
+    :ivar code: what the backend made, without what was wrapped around it; isomorphic regions
+        share it.
+    :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
+    :ivar lower_part: compiles a part of the region's graph in the same way.
+    """
+
+    region: Region
+    call: Boxed
+    code: Boxed
+    keeps: tuple[int, ...]
+    prepare: Boxed | None = None
+    uses: tuple[int, ...] = ()
+    values: int = 0
+    lower_part: Callable[[GraphModule], Boxed] | None = None
+
+
+@dataclass
+class Site:
+    """One call of a region in the graph.
+
+    :ivar is_dynamo_graph: the code is that of Dynamo's graph, not of the region's own.
+    :ivar outputs: what they were like in the last checked call; empty before one.
+    """
+
+    cut: Cut
+    lowered: Lowered
+    is_dynamo_graph: bool = False
+    outputs: tuple[Output, ...] = ()
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether its code is the region's graph op by op, which values are held against."""
+        return self.lowered.region.backend == "eager" and not self.is_dynamo_graph
+
+    def span(self) -> str:
+        """What traces call it: its region, the backend, the user's modules."""
+        region = self.lowered.region
+        return f"{region.name} [{region.backend}] {modules_text(self.cut.nodes)}".rstrip()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nobody's code but the board's own runs."""
+        return self.lowered.region.backend == "eager" and self.lowered.call is self.lowered.code
+
+    def see(self, results: Sequence[Any]) -> None:
+        """Note what the outputs of a checked call are like."""
+        self.outputs = seen([node.meta["val"] for node in self.cut.outputs], results)
