@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 import runpy
 import tomllib
@@ -9,11 +11,13 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from typer.main import get_command
 
 import fuseboard
 from fuseboard import contracts, errors, hookspecs
 from fuseboard.config import RawSource, check
+from fuseboard.config.model import STAGES
 from fuseboard.partition import repeats
 from fuseboard.profile.choose import measure, ranks
 from fuseboard.profile.costs.database import CostDatabase as database
@@ -21,7 +25,9 @@ from fuseboard.profile.judge import parting, reference, rewrites, same_results, 
 from fuseboard.profile.observe import sampling
 from fuseboard.profile.observe import session as sampler
 from fuseboard.report import data
+from fuseboard.report.data import ledger
 from fuseboard.testing import compare
+from tests.support.backends import all_trips, last_graph, plugged
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {
@@ -268,3 +274,56 @@ def test_the_guide_for_authors_runs(tmp_path, capsys, monkeypatch):
     assert re.search(r"aten\.sigmoid\.default +eager .*is neither mul nor add", printed)
     assert "name='mul+add'" in printed
     assert re.search(r"^[1-9]\d* .*'wrapped by counted'", printed, re.M)
+
+
+def test_functions_that_decide_a_stage_run(tmp_path, monkeypatch):
+    """The settings' examples, as a module of the user's: each is used, none trips."""
+    table = "[tool.fuseboard.stages]"
+    (named,) = [block for block in blocks("docs/settings.md", "toml") if "mystages:" in block]
+    stages = tomllib.loads(named)["tool"]["fuseboard"]["stages"]
+    assert named.startswith(table)
+    assert sorted(stages) == sorted(STAGES)
+    code = [block for block in blocks("docs/settings.md", "python") if "def " in block]
+    (tmp_path / "mystages.py").write_text("\n".join(b for b in code if "class " not in b))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = _recording(importlib.import_module("mystages"), stages, monkeypatch)
+    ledger.clear()
+    options = {"backends": ["mkldnn", "eager"], "policy": "measured", "stages": stages}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Gated())
+    x = torch.randn(3, 8)
+    run = torch.compile(model, backend="fuseboard", options=options)
+    run(x).sum().backward()
+    options["stages"] = {k: v for k, v in stages.items() if k != "plan"}  # which measures nothing
+    with torch.no_grad(), plugged():
+        options["backends"] = ["fake", "eager"]
+        run = torch.compile(model, backend="fuseboard", options=options)
+        torch.testing.assert_close(run(x), model(x))
+        fuseboard.wait(60)
+    assert not all_trips()
+    assert asked == {*STAGES} - {"on_failure"}
+    assert "aten.silu.default" in {op for r in last_graph().regions for op in r.ops}
+
+
+class Gated(torch.nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(x)
+
+
+def _recording(module, stages, monkeypatch):
+    """The stages whose function in a module is called from now on and answers something."""
+    asked = set()
+
+    def recorded(stage, function):
+        @functools.wraps(function)
+        def call(**arguments):
+            answer = function(**arguments)
+            if answer is not None or stage == "verify":
+                asked.add(stage)
+            return answer
+
+        return call
+
+    for stage, path in stages.items():
+        name = path.partition(":")[2]
+        monkeypatch.setattr(module, name, recorded(stage, getattr(module, name)))
+    return asked

@@ -126,6 +126,29 @@ def test_what_was_chosen_is_made_again_without_a_trace(monkeypatch):
     assert [region.backend for region in report.regions] == ["mkldnn"]
 
 
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize(("stage", "function"), [("lower", "lowers"), ("fuse", "halves_region")])
+def test_functions_that_decide_a_stage_go_along(stage, function):
+    """They are asked in the workshop, and again where what was chosen is made once more."""
+    target = f"tests.support.stages:{function}"
+    model, x = torch.nn.Sequential(mlp(), Half()), torch.randn(8, 64)
+    stages = {"measure": MEASURE, stage: target}
+    with torch.no_grad():
+        run = compiled(model, stages=stages, margin=0.0)
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    (report,) = loaded()
+    told = [note for region in report.regions for note in region.notes]
+    told += [f"rewritten by {one.plugin}" for r in report.regions for one in r.fusions]
+    assert any(target in note for note in told)
+
+
+class Half(torch.nn.Module):
+    def forward(self, x):
+        return torch.sin(x * 0.5)
+
+
 def test_a_later_compile_tells_what_lost_before():
     """Where Dynamo's own graph won: the report of the workshop is kept with the decision."""
     model, x = mlp(), torch.randn(8, 64)

@@ -1,11 +1,17 @@
-"""Stage overrides that name a function of the user's: ``plan = "mypackage.placement:plan"``."""
+"""Stage overrides that name a function of the user's: ``plan = "mypackage.placement:plan"``.
+
+What is decided by one is found again only as long as its code is the same, and another process has
+to be able to import it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fuseboard.config.sources import nearest
@@ -22,6 +28,29 @@ class Override:
     path: str
     function: Callable[..., Any]
     arguments: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        return self.path.partition(":")[0]
+
+    @property
+    def is_importable_elsewhere(self) -> bool:
+        """Whether another process finds the same function under its path."""
+        found = sys.modules.get(self.module)
+        return self.module != "__main__" and getattr(found, "__spec__", None) is not None
+
+    @property
+    def home(self) -> Path | None:
+        """The package or file that its code is in; None where it has none."""
+        return home_of(sys.modules.get(self.module))
+
+
+def home_of(module: Any) -> Path | None:
+    """The package that a module is in, or its file; None where it has none."""
+    file = getattr(module, "__file__", None)
+    if file is None or not Path(file).is_file():
+        return None
+    return Path(file).parent if getattr(module, "__package__", None) else Path(file)
 
 
 def load_override(path: str, where: str, allowed: Sequence[str]) -> Override:

@@ -22,7 +22,7 @@ from typing import Any
 from fuseboard import hookspecs
 from fuseboard.board.answers import check_answer
 from fuseboard.board.deadline import deadline
-from fuseboard.board.overrides import Override, load_override
+from fuseboard.board.overrides import Override, home_of, load_override
 from fuseboard.board.plugin_options import plugin_options
 from fuseboard.board.registration import Entry, PluginState, in_default_order
 from fuseboard.config.model import Settings
@@ -270,6 +270,24 @@ class Session:
             )
         return target
 
+    def override(self, stage: str) -> str:
+        """Who decides a stage by the settings; "" where they name nobody."""
+        return self.settings.stages.get(stage, "")
+
+    def override_homes(self) -> dict[str, Path | None]:
+        """Stage → the package or file with the code of who decides it by the settings."""
+        return {
+            hook.removeprefix("fuseboard_"): one.home
+            if isinstance(one, Override)
+            else self.home(one)
+            for hook, one in self._overrides.items()
+        }
+
+    def override_of_this_process(self) -> str:
+        """A path among the settings that another process can't import; "" where there is none."""
+        paths = [one for one in self._overrides.values() if isinstance(one, Override)]
+        return next((one.path for one in paths if not one.is_importable_elsewhere), "")
+
     def override_origin(self, stage: str, who: str) -> str:
         """Where ``who`` was made to decide a stage; "" if no setting names it."""
         named = self.settings.stages.get(stage) == who
@@ -280,16 +298,23 @@ class Session:
         entry = self._entries.get(plugin)
         return entry is not None and entry.examined is not None and hook in entry.examined.hooks
 
+    def has(self, plugin: str) -> bool:
+        """Whether a plugin of this name is ready, active or not."""
+        state = self._states.get(plugin)
+        return state is not None and state.state == "ready"
+
+    def bakes_constants(self, plugin: str) -> bool:
+        """Whether a plugin's code holds the values of weights."""
+        entry = self._entries.get(plugin)
+        return entry is not None and entry.backend is not None and entry.backend.bakes_constants
+
     def home(self, plugin: str) -> Path | None:
         """The package or file that a plugin's code is in; None where it has none."""
         entry = self._entries.get(plugin)
         owner = entry.plugin if entry is not None else None
         if not isinstance(owner, ModuleType):
             owner = sys.modules.get(type(owner).__module__)
-        file = getattr(owner, "__file__", None)
-        if file is None or not Path(file).is_file():
-            return None
-        return Path(file).parent if getattr(owner, "__package__", None) else Path(file)
+        return home_of(owner)
 
     def module_name(self, plugin: str) -> str | None:
         """The module that another process must import and register to have a plugin.
@@ -392,27 +417,38 @@ class Session:
             self.notes.append(note)
             log.info("fuseboard: %s", note)
 
+    def overriding(self, hook: str, /, **arguments: Any) -> tuple[str, Any] | None:
+        """Who decides a stage by the settings, and its answer; None where it leaves it to others.
+
+        ``options`` and ``random`` are filled in as by :meth:`call`, which says what is raised.
+        """
+        override = self._overrides.get(hook)
+        if isinstance(override, str):
+            answer = self.call(hook, override, **arguments)
+            return None if answer is None else (override, answer)
+        if override is None:
+            return None
+        own = {"options": None, "random": self.settings.random, **arguments}
+        given = {name: own[name] for name in override.arguments if name in own}
+        function = override.function
+        try:
+            answer = self._guarded(override.path, hook, lambda: function(**given), arguments)
+        except PluginError as error:
+            where = self.set_where(hook.removeprefix("fuseboard_"), override.path)
+            problem = f"{error.problem} (set in {where})"
+            raise type(error)(override.path, hook, problem) from error
+        return None if answer is None else (override.path, answer)
+
     def first(self, hook: str, /, **arguments: Any) -> tuple[str, Any]:
         """Who answered first, and what: the override of settings, then plugins in order.
 
         An override that returns None leaves the decision to the plugins. Raises as :meth:`call`.
         """
-        override = self._overrides.get(hook)
-        if isinstance(override, Override):
-            given = {name: arguments[name] for name in override.arguments if name in arguments}
-            function = override.function
-            try:
-                answer = self._guarded(override.path, hook, lambda: function(**given), arguments)
-            except PluginError as error:
-                where = self.set_where(hook.removeprefix("fuseboard_"), override.path)
-                problem = f"{error.problem} (set in {where})"
-                raise type(error)(override.path, hook, problem) from error
-            if answer is not None:
-                return override.path, answer
-        order = self._order
-        if isinstance(override, str):
-            order = (override, *(name for name in order if name != override))
-        for plugin in order:
+        found = self.overriding(hook, **arguments)
+        if found is not None:
+            return found
+        asked = self._overrides.get(hook)
+        for plugin in (name for name in self._order if name != asked):
             answer = self.call(hook, plugin, **arguments)
             if answer is not None:
                 return plugin, answer

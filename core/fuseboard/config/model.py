@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 from fuseboard.config.sources import nearest
 from fuseboard.errors import SettingsError
 
-#: The stages that ``stages`` may override: the hooks of which the first answer counts.
-STAGES = ("measure", "on_failure", "partition_joint", "plan", "verify")
+#: The stages that ``stages`` may override: the hooks of which the first answer counts, and those
+#: that rewrite and lower.
+STAGES = ("fuse", "lower", "measure", "on_failure", "partition_joint", "plan", "verify")
 
 #: What ``mode`` selects: an overlay just below the source that chose it.
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
-from fuseboard.contracts import Boxed, Event, GraphKind, LoweredRegion, Region
+from fuseboard.contracts import Boxed, Event, Fusion, GraphKind, LoweredRegion, Region
 from fuseboard.errors import CONTAINED, LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
@@ -21,12 +21,12 @@ from fuseboard.lower.caching import Cache, Deferred, Task, Token
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.isolated import Result
+from fuseboard.lower.overriding import Decided, Overriding, given_to
 from fuseboard.lower.specialise import Specialised
 from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
-from fuseboard.profile.costs.database import PluginRecords, database
 from fuseboard.profile.judge.replays import only_torchs_ops
 from fuseboard.report.data import FusionReport, GraphReport, RegionReport
 from fuseboard.report.nodes import source_line
@@ -40,6 +40,20 @@ from fuseboard.torch_api.nodes import target_name
 
 
 @dataclass(frozen=True)
+class _Fused:
+    """A region's graph after rewrites.
+
+    :ivar made: names of the nodes that they made.
+    :ivar by_settings: who made them instead of the region's backend.
+    """
+
+    graph: GraphModule
+    made: set[str]
+    fusions: list[FusionReport]
+    by_settings: str = ""
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """A region decomposed, fused and hoisted: what its backend is given.
 
@@ -47,7 +61,7 @@ class _Prepared:
     """
 
     region: Region
-    fusions: list[FusionReport]
+    fused: _Fused
     keeps: tuple[int, ...]
     prepare: GraphModule | None = None
     uses: tuple[int, ...] = ()
@@ -67,6 +81,8 @@ class Lowering:
     :ivar carried: by signature: graphs of regions that another process has decomposed. Where it is
         given, nothing is traced here, nor compiled that should be in the cache.
     :ivar kept: where to keep what is decomposed, by signature, for another process.
+    :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
+        that one is asked there alone.
     """
 
     session: Session
@@ -82,8 +98,12 @@ class Lowering:
     ready: Mapping[Token, Result] = field(default_factory=dict)
     carried: Mapping[str, GraphModule] | None = None
     kept: dict[str, GraphModule] | None = None
+    overridden: set[Decided] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self._overriding = Overriding(
+            self.session, self.report, self.overridden, self.carried is not None
+        )
         self._known: dict[str, Lowered] = {}
         self._prepared: dict[str, _Prepared] = {}
         #: by signature: what the backend answered, and the region as it was lowered
@@ -105,7 +125,7 @@ class Lowering:
         )
         self.report.regions.append(report)
         known = self._known.get(region.signature)
-        if known is not None and not self._bakes(known.region.backend):
+        if known is not None and not self._bakes(known):
             return self._again(known, region, report)
         if self.defers and region.signature in self._prepared:
             raise Deferred((cut.backend, region.signature), None, known=True)
@@ -123,31 +143,23 @@ class Lowering:
         )
         return lowered
 
-    def _bakes(self, backend: str) -> bool:
-        """Whether its code is good for the weights only that it was made from."""
-        return any(i.name == backend and i.bakes_constants for i in self.session.backends)
+    def _bakes(self, known: Lowered) -> bool:
+        """Whether code is good for the weights only that it was made from."""
+        makers = (known.region.backend, known.by_settings)
+        return any(self.session.bakes_constants(name) for name in makers)
 
     def _again(self, known: Lowered, region: Region, report: RegionReport) -> Lowered:
         """The code of an isomorphic region, in wrappers of this region's own."""
         report.backend = known.region.backend
         report.same_as = known.region.name
         report.hoisted = known.values
-        region = self._given_to(region, report.backend)
+        region = given_to(region, report.backend, self.session)
         if self._wants_numbers(region):
             return self._specialise(region, report)
         bare, shown = self._bare[region.signature]
         shown = dataclasses.replace(shown, name=region.name, source=region.source)
         answer = wrap_region(bare, shown, region, self.session, self.report, report)
         return dataclasses.replace(known, region=region, call=answer.call)
-
-    def _given_to(self, region: Region, backend: str) -> Region:
-        """The region with what is that backend's own."""
-        return dataclasses.replace(
-            region,
-            backend=backend,
-            options=self.session.options(backend),
-            records=PluginRecords(database(self.session.settings), backend),
-        )
 
     def _region(self, cut: Cut, name: str, whole: bool) -> Region:
         assert cut.graph is not None
@@ -172,7 +184,7 @@ class Lowering:
         real = [weight for weight in found if weight is not None]
         weights = real if len(real) == len(found) else None
         for position, backend in enumerate(candidates):
-            attempt = self._given_to(region, backend)
+            attempt = given_to(region, backend, self.session)
             try:
                 lowered = self._lower_on(attempt, report, weights)
             except (RegionError, Deferred):  # a wrapper's, the policy is to raise; or for later
@@ -221,7 +233,7 @@ class Lowering:
 
         def lower(static: Region, told: RegionReport) -> Lowered:
             known = self._known.get(static.signature)
-            if known is not None and not self._bakes(known.region.backend):
+            if known is not None and not self._bakes(known):
                 return self._again(known, static, told)
             # Each specialisation numbers its fusions as the first did.
             first = not report.specialised
@@ -244,7 +256,8 @@ class Lowering:
     ) -> Lowered:
         session, backend = self.session, region.backend
         prepared = self._prepared.pop(region.signature, None) or self._prepare(region)
-        report.fusions, report.hoisted = prepared.fusions, prepared.values
+        fused = prepared.fused
+        report.fusions, report.hoisted = fused.fusions, prepared.values
         final, graph = prepared.region, prepared.region.graph
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         wrapped = bool(session.with_hook("fuseboard_wrap"))
@@ -256,11 +269,16 @@ class Lowering:
             weights=weights,
             prepare=prepared.prepare,
         )
-        carried = self.carried is not None
-        cache = Cache(session, self.report, self.ready, self.defers, carried)
+        cache = Cache(session, self.report, self.ready, self.defers, self.carried is not None)
+        by_settings = fused.by_settings
         try:
             with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
-                answer = cache.lower(task, report)
+                answer = self._overriding.lower(task)
+                if answer is not None:
+                    by_settings = session.override("lower")
+                    report.notes.append(f"lowered by {by_settings}, as stages.lower says")
+                else:
+                    answer = cache.lower(task, report)
         except Deferred:
             self._prepared[region.signature] = prepared
             raise
@@ -278,12 +296,13 @@ class Lowering:
             prepared.keeps,
             values=prepared.values,
             lower_part=partial(_lower_part, self._for_parts(), region),
+            by_settings=by_settings,
         )
         if prepared.prepare is None:
             return lowered
         prepare = boxed_function(prepared.prepare, f"{region.name}.prepare")
         if session.settings.verify != "off" and not only_torchs_ops(prepared.prepare):
-            prepare = CheckedPrepare(prepare, backend)
+            prepare = CheckedPrepare(prepare, fused.by_settings or backend)
         return dataclasses.replace(lowered, prepare=prepare, uses=prepared.uses)
 
     def _for_parts(self) -> Lowering:
@@ -299,23 +318,24 @@ class Lowering:
             hoisting=False,
             carried=None,
             kept=None,
+            overridden=set(),
         )
 
     def _prepare(self, region: Region) -> _Prepared:
         """Decompose, fuse and hoist, on a copy of the region's graph."""
-        graph = self._decomposed(region)
-        graph, made, fusions = self._fuse(graph, region)
+        fused = self._fuse(self._decomposed(region), region)
+        graph = fused.graph
         count = len(graph.graph.find_nodes(op="placeholder"))
-        hoisted = hoist(graph, region.static_inputs, made) if self.hoisting else None
+        hoisted = hoist(graph, region.static_inputs, fused.made) if self.hoisting else None
         if hoisted is None:
             final = dataclasses.replace(region, graph=graph)
-            return _Prepared(final, fusions, tuple(range(count)))
+            return _Prepared(final, fused, tuple(range(count)))
         kept = [i for i, old in enumerate(hoisted.keeps) if old in region.static_inputs]
         first = len(hoisted.keeps)
         static = (*kept, *range(first, first + hoisted.values))
         final = dataclasses.replace(region, graph=graph, static_inputs=static)
         return _Prepared(
-            final, fusions, tuple(hoisted.keeps), hoisted.prepare, hoisted.uses, hoisted.values
+            final, fused, tuple(hoisted.keeps), hoisted.prepare, hoisted.uses, hoisted.values
         )
 
     def _decomposed(self, region: Region) -> GraphModule:
@@ -335,11 +355,13 @@ class Lowering:
             self.kept[region.signature] = copy_graph(graph)
         return graph
 
-    def _fuse(
-        self, graph: GraphModule, region: Region
-    ) -> tuple[GraphModule, set[str], list[FusionReport]]:
-        """Apply the backend's rewrites; also the names of the nodes that they made."""
-        before = {node.name for node in graph.graph.nodes}
+    def _fuse(self, graph: GraphModule, region: Region) -> _Fused:
+        """The graph after the rewrites of the backend, or of who decides the stage instead."""
+        fused = self._overriding.fuse(region, graph, self._apply)
+        if fused is not None:
+            who = self.session.override("fuse")
+            changed = any(one.applied for one in fused.fusions)
+            return dataclasses.replace(fused, by_settings=who if changed else "")
         fusions = self.session.call(
             "fuseboard_fuse",
             region.backend,
@@ -348,11 +370,15 @@ class Lowering:
             region=dataclasses.replace(region, graph=graph),
             options=region.options,
         )
+        return self._apply(fusions or [], graph, region.backend)
+
+    def _apply(self, fusions: Sequence[Fusion], graph: GraphModule, who: str) -> _Fused:
+        before = {node.name for node in graph.graph.nodes}
         done: list[FusionReport] = []
         if fusions:
             limit_s = self.session.settings.hook_limit_s
-            done = apply_fusions(graph, fusions, region.backend, self.counter, limit_s)
-        return graph, {node.name for node in graph.graph.nodes} - before, done
+            done = apply_fusions(graph, fusions, who, self.counter, limit_s)
+        return _Fused(graph, {node.name for node in graph.graph.nodes} - before, done)
 
 
 def _lower_part(lowering: Lowering, region: Region, graph: GraphModule) -> Boxed:

@@ -74,7 +74,7 @@ class Compiled:
         if decision is not None:
             return decision.winner == EAGER
         sites = [site for runner in self.runners for site in runner.program.sites]
-        return all(site.lowered.region.backend == "eager" for site in sites)
+        return all(site.lowered.author == "eager" for site in sites)
 
 
 def compile_graph(

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fuseboard.board import Session
-from fuseboard.contracts import GraphKind, Stage
+from fuseboard.contracts import Fusion, GraphKind, Stage
 from fuseboard.errors import ContractError, LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
@@ -37,24 +37,58 @@ class Rewriter:
     def rewrite(
         self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
     ) -> GraphModule:
-        """The graph after the rewrites of every plugin, less those that fail or are wrong."""
-        limit_s = self._session.settings.hook_limit_s
-        for plugin in self._session.with_hook("fuseboard_fuse"):
-            own = copy_graph(graph)  # a rewrite that fails half way is dropped with it
-            try:
-                with watching_guards(self._session, plugin, own, report.notes):
-                    fusions = self._session.call(
-                        "fuseboard_fuse", plugin, graph=own, kind=kind, region=None
-                    )
-                    done = apply_fusions(own, fusions or [], plugin, counter, limit_s)
-                if any(one.applied for one in done):
-                    self._judge(graph, own, plugin, report)
-                if fusions:
-                    report.fusions.extend(done)
-                    graph = own
-            except (PluginError, LoweringError) as error:
-                self._tripped(report, plugin, "fuse", error, "the graph without its rewrites")
+        """The graph after the rewrites of every plugin, less those that fail or are wrong.
+
+        Where the settings name who decides the stage, nobody else is asked if that one answers.
+        """
+        session = self._session
+        hook = "fuseboard_fuse"
+        if chosen := session.override("fuse"):
+
+            def decide(own: GraphModule) -> list[Fusion] | None:
+                found = session.overriding(hook, graph=own, kind=kind, region=None)
+                return None if found is None else found[1]
+
+            rewritten = self._rewritten(graph, chosen, decide, report, counter)
+            if rewritten is not None:
+                return rewritten
+        for plugin in session.with_hook(hook):
+            if plugin == chosen:
+                continue
+
+            def offer(own: GraphModule, plugin: str = plugin) -> list[Fusion] | None:
+                return session.call(hook, plugin, graph=own, kind=kind, region=None)  # type: ignore[no-any-return]
+
+            graph = self._rewritten(graph, plugin, offer, report, counter) or graph
         return graph
+
+    def _rewritten(
+        self,
+        graph: GraphModule,
+        who: str,
+        offer: Callable[[GraphModule], list[Fusion] | None],
+        report: GraphReport,
+        counter: FusionCounter,
+    ) -> GraphModule | None:
+        """The graph after the rewrites that are offered; None where none are, or they fail."""
+        limit_s = self._session.settings.hook_limit_s
+        own = copy_graph(graph)  # a rewrite that fails half way is dropped with it
+        try:
+            with watching_guards(self._session, who, own, report.notes):
+                fusions = offer(own)
+                done = apply_fusions(own, fusions or [], who, counter, limit_s)
+            if any(one.applied for one in done):
+                self._judge(graph, own, who, report)
+        except (PluginError, LoweringError) as error:
+            where = self._session.override_origin("fuse", who)
+            if where and isinstance(error, PluginError):
+                error.add(f"It decides the rewrites by {where}.")
+            self._tripped(report, who, "fuse", error, "the graph without its rewrites")
+            return None
+        if fusions is None:
+            return None
+        report.fusions.extend(done)
+        return own
 
     def _judge(
         self, graph: GraphModule, rewritten: GraphModule, plugin: str, report: GraphReport

@@ -23,6 +23,7 @@ from fuseboard.contracts import (
 from fuseboard.errors import LoweringError, PluginError, RegionError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
+from fuseboard.lower.overriding import Decided
 from fuseboard.lower.specialise import compiling
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.garbage import collection_paused
@@ -65,11 +66,13 @@ class Record:
 
     :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; those
         of other candidates, too.
+    :ivar overridden: where who decides a stage by the settings did so.
     """
 
     work: Work
     runner: Runner
-    decomposed: dict[str, GraphModule]
+    decomposed: dict[str, GraphModule] = dataclasses.field(default_factory=dict)
+    overridden: set[Decided] = dataclasses.field(default_factory=set)
     plan: Plan | None = None
 
 
@@ -211,7 +214,7 @@ class Pipeline:
         runner = Runner(work.graph, entry, kind, kept, self.session, report, visible)
         self.runners.append(runner)
         if self.records is not None:
-            self.records.append(Record(work, runner, {}))
+            self.records.append(Record(work, runner))
         with report.timed("lower"):
             if len(drafts) == 1:
                 self._lower(work, drafts[0], runner)
@@ -257,6 +260,7 @@ class Pipeline:
     def _lowering(self, work: Work, report: GraphReport, counter: FusionCounter) -> Lowering:
         placeholders = work.graph.graph.find_nodes(op="placeholder")
         fixed = work.fixed
+        record = self.records[-1] if self.records else None
         return Lowering(
             session=self.session,
             report=report,
@@ -266,7 +270,8 @@ class Pipeline:
             counter=counter,
             hoisting=self.session.settings.hoist and work.kind == "inference",
             real=self._real_inputs(placeholders, fixed),
-            kept=self.records[-1].decomposed if self.records else None,
+            kept=record.decomposed if record is not None else None,
+            overridden=record.overridden if record is not None else set(),
         )
 
     def _lower(self, work: Work, draft: Draft, runner: Runner) -> None:

@@ -243,7 +243,7 @@ class Program:
             names = [source.unique(node.name) for node in site.cut.outputs]
             given_back = ", ".join(names) + ","
             source.line(f"{given_back} = {region}(args)", 2)
-            write_check(source, 2, site.lowered.region.backend, site.outputs, names)
+            write_check(source, 2, site.lowered.author, site.outputs, names)
             source.line(f"return {given_back}", 2)
         else:
             source.line(f"return {region}(args)", 2)
@@ -362,11 +362,10 @@ class Program:
         if proofs is not None:
             board, label = self.board, site.span()
             expected = tuple(node.meta["val"] for node in site.cut.outputs)
-            region = lowered.region
             given_to_all = all(node.op == "placeholder" for node in site.cut.inputs)
             key = (*site.cut.inputs, None, *site.cut.outputs) if given_to_all else None
             call = CheckedRegion(
-                region,
+                lowered.blamed,
                 Spanned(call, label),  # always: next to a check it takes no time
                 lowered.code,
                 expected,
@@ -392,7 +391,7 @@ class Program:
         source.line(f"{assign}{callee}({given})", indent)
         if looks and site.outputs and not site.trusted:
             variables = [names[node] for node in site.cut.outputs]
-            write_check(source, indent, lowered.region.backend, site.outputs, variables)
+            write_check(source, indent, lowered.author, site.outputs, variables)
 
     def _inner_outputs(self, cut: Cut) -> frozenset[int]:
         """Positions of a region's outputs that nothing but other regions reads."""

@@ -197,7 +197,7 @@ class Runner:
             number = self._failed_prepare(lowered, inputs)
         if not 0 <= number < len(lowered):
             raise error
-        region = lowered[number].region
+        region = lowered[number].blamed
         if region.backend == "eager":
             self._run_as_captured(region, error)
         else:
@@ -241,7 +241,7 @@ class Runner:
         """
         if not 0 <= number < len(lowered) or isinstance(error, torch.OutOfMemoryError):
             return error
-        region = lowered[number].region
+        region = lowered[number].blamed
         if region.backend == "eager":
             return error
         self._contain(lowered[number], error, "nothing in this call, eager from the next one on")
@@ -252,7 +252,7 @@ class Runner:
 
         :raises RegionError: the policy is to raise.
         """
-        region = lowered.region
+        region = lowered.blamed
         stage: Stage = "profile" if isinstance(error, WrongValues) else "run"
         contained(self.session, region, stage, error)
         with self.lock:
@@ -265,6 +265,7 @@ class Runner:
                 own = replace(site.lowered.region, backend="eager")
                 call = boxed_function(own.graph, f"{own.name}.eager")
                 site.lowered = Lowered(own, call, call, tuple(range(len(site.cut.inputs))))
+                site.tripped = lowered.author
             names = {site.lowered.region.name for site in failed}
             regions_run_in_eager(self.report, names, f"{region.backend} tripped in a call")
             self.tell_what_tripped(error)
@@ -276,11 +277,11 @@ class Runner:
         :param error: the latest failure.
         """
         sites = self.program.sites
-        gone = [site for site in sites if site.lowered.region.backend != site.cut.backend]
+        gone = [site for site in sites if site.tripped]
         if not gone:
             return
-        backends = ", ".join(dict.fromkeys(site.cut.backend for site in gone))
-        if all(site.lowered.region.backend == "eager" for site in sites):
+        backends = ", ".join(dict.fromkeys(site.tripped for site in gone))
+        if all(site.lowered.author == "eager" for site in sites):
             instead = f"eager runs in place of {backends}, which was chosen and tripped in a call"
             choose_eager(self.report, instead, describe(error) if error else "")
         else:

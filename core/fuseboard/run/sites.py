@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -23,6 +23,7 @@ class Lowered:
         share it.
     :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
     :ivar lower_part: compiles a part of the region's graph in the same way.
+    :ivar by_settings: who rewrote or lowered the region instead of its backend.
     """
 
     region: Region
@@ -33,6 +34,17 @@ class Lowered:
     uses: tuple[int, ...] = ()
     values: int = 0
     lower_part: Callable[[GraphModule], Boxed] | None = None
+    by_settings: str = ""
+
+    @property
+    def author(self) -> str:
+        """Who is to blame for what the code does."""
+        return self.by_settings or self.region.backend
+
+    @property
+    def blamed(self) -> Region:
+        """The region, under the name of its code's author."""
+        return replace(self.region, backend=self.author)
 
 
 @dataclass
@@ -41,17 +53,19 @@ class Site:
 
     :ivar is_dynamo_graph: the code is that of Dynamo's graph, not of the region's own.
     :ivar outputs: what they were like in the last checked call; empty before one.
+    :ivar tripped: whose code failed in a call, in place of which eager runs.
     """
 
     cut: Cut
     lowered: Lowered
     is_dynamo_graph: bool = False
     outputs: tuple[Output, ...] = ()
+    tripped: str = ""
 
     @property
     def is_eager(self) -> bool:
         """Whether its code is the region's graph op by op, which values are held against."""
-        return self.lowered.region.backend == "eager" and not self.is_dynamo_graph
+        return self.lowered.author == "eager" and not self.is_dynamo_graph
 
     def span(self) -> str:
         """What traces call it: its region, the backend, the user's modules."""
@@ -61,7 +75,7 @@ class Site:
     @property
     def trusted(self) -> bool:
         """Whether nobody's code but the board's own runs."""
-        return self.lowered.region.backend == "eager" and self.lowered.call is self.lowered.code
+        return self.lowered.author == "eager" and self.lowered.call is self.lowered.code
 
     def see(self, results: Sequence[Any]) -> None:
         """Note what the outputs of a checked call are like."""

@@ -30,6 +30,8 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
         return "a job of several ranks"
     if any(session.module_name(name) is None for name in session.plugins):
         return "a plugin is an object of this process"
+    if path := session.override_of_this_process():
+        return f"{path}, which decides a stage, can't be imported by another process"
     for value in inputs:
         if why := why_not_kept(value):
             return why

@@ -23,6 +23,7 @@ from fuseboard.contracts import GraphKind
 from fuseboard.errors import LoweringError
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
+from fuseboard.lower.overriding import Decided
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
 from fuseboard.pipeline.call import Compiled, GraphCall
@@ -49,6 +50,7 @@ class _CarriedGraph:
     :ivar runs_original: in eager it runs best as Dynamo has it.
     :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
     :ivar decomposed: graphs of regions that were decomposed for their backends, by signature.
+    :ivar overridden: where who decides a stage by the settings did so.
     """
 
     kind: GraphKind
@@ -63,6 +65,7 @@ class _CarriedGraph:
     runs_original: bool
     fusions_offered: int
     decomposed: dict[str, bytes]
+    overridden: frozenset[Decided]
     report: GraphReport
 
 
@@ -124,7 +127,7 @@ def _packed(record: Record, entries: Sequence[Entry]) -> _CarriedGraph:
     if plan is None:
         raise NotCarried("one of its graphs has no plan")
     sites = runner.program.sites
-    if any(site.lowered.region.backend != site.cut.backend for site in sites):
+    if any(site.tripped or site.lowered.region.backend != site.cut.backend for site in sites):
         raise NotCarried("a region of it runs in eager since it tripped")
     used = {site.lowered.region.signature for site in sites}
     return _CarriedGraph(
@@ -142,6 +145,7 @@ def _packed(record: Record, entries: Sequence[Entry]) -> _CarriedGraph:
         decomposed={
             name: _bytes_of(graph) for name, graph in record.decomposed.items() if name in used
         },
+        overridden=frozenset(one for one in record.overridden if one[1] in used),
         report=work.report,
     )
 
@@ -228,6 +232,7 @@ def _run(
         real=_real_inputs(placeholders, carried, inputs),
         strict=True,
         carried={name: _graph_from(one) for name, one in carried.decomposed.items()},
+        overridden=set(carried.overridden),
     )
     cuts = cut_regions(graph, carried.placements, kept, carried.regions, settings.merge_regions)
     report.regions.clear()

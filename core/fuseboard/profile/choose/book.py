@@ -181,6 +181,10 @@ def _backends(session: Session) -> list[str]:
 
 def _settings(session: Session) -> str:
     values: dict[str, Any] = {name: getattr(session.settings, name) for name in _SETTINGS}
+    homes = session.override_homes()
+    values["code of stages"] = {
+        stage: code_hash(home) for stage, home in homes.items() if home is not None
+    }
     return json.dumps(values, sort_keys=True, default=repr)
 
 

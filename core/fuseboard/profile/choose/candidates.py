@@ -60,6 +60,13 @@ class Candidate:
         return lost and self.program is None
 
     @property
+    def authors(self) -> list[str]:
+        """Whose code it is made of, but for eager's."""
+        sites = self.program.sites if self.program is not None else []
+        found = [site.lowered.author for site in sites] or [cut.backend for cut in self.cuts]
+        return [name for name in found if name != "eager"]
+
+    @property
     def holds_weights(self) -> bool:
         """Whether it has values that were prepared from weights."""
         sets = self.program.sets if self.program is not None else None

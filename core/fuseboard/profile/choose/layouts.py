@@ -34,8 +34,7 @@ class Layouts:
             self._eagers = list(map(_without_memory, self._runner.eagers_results(self._inputs)))
         for number, (want, got) in enumerate(zip(self._eagers, results, strict=False)):
             if want is not None and (problem := misplaced(want, got)):
-                others = [cut.backend for cut in candidate.cuts if cut.backend != "eager"]
-                backend = others[-1] if others else "eager"
+                backend = next(reversed(candidate.authors), "eager")
                 raise ContractError(
                     backend, "fuseboard_lower", f"output {number} of the whole graph {problem}"
                 )

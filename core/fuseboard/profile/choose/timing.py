@@ -118,7 +118,7 @@ class Timing:
     ) -> dict[Candidate, BaseException]:
         """Which candidates write to their inputs; all that may where none does it again."""
         found: dict[Candidate, BaseException] = {}
-        suspects = [c for c in candidates if any(cut.backend != "eager" for cut in c.cuts)]
+        suspects = [candidate for candidate in candidates if candidate.authors]
         for candidate in suspects:
             assert candidate.program is not None
             proofs = Proofs(values=False, strides=False, again=True, kept=kept)
@@ -192,4 +192,4 @@ def _wrote(candidate: Candidate, what: str) -> ContractError:
 
 
 def _backend_of(candidate: Candidate) -> str:
-    return next((cut.backend for cut in candidate.cuts if cut.backend != "eager"), "eager")
+    return next(iter(candidate.authors), "eager")
