@@ -72,12 +72,12 @@ def child_peak_bytes() -> int:
 @contextmanager
 def runners() -> Iterator[tuple[list[Any], list[list[Any]]]]:
     """The runners that are made in the block, and what their last calls were given."""
-    from fuseboard.run.entry import Entry
+    from fuseboard.run.captured_graph import CapturedGraph
     from fuseboard.run.runner import Runner
 
     made: list[Any] = []
     given: list[list[Any]] = []
-    begin, boxed = Runner.__init__, Entry.boxed
+    begin, boxed = Runner.__init__, CapturedGraph.boxed
 
     def noted(self: Any, *arguments: Any) -> None:
         made.append(self)
@@ -94,19 +94,19 @@ def runners() -> Iterator[tuple[list[Any], list[list[Any]]]]:
         return call
 
     Runner.__init__ = noted  # type: ignore[method-assign]
-    Entry.boxed = watched  # type: ignore[method-assign]
+    CapturedGraph.boxed = watched  # type: ignore[method-assign]
     try:
         yield made, given
     finally:
         Runner.__init__ = begin  # type: ignore[method-assign]
-        Entry.boxed = boxed  # type: ignore[method-assign]
+        CapturedGraph.boxed = boxed  # type: ignore[method-assign]
 
 
 def directly(runner: Any, args: list[Any]) -> Callable[[], Any]:
     """The winner called without the runner: its regions one after the other, weights prepared."""
     program = runner.program
     prepared = () if program.sets is None else program.sets.last.values
-    slots = {n: i for i, n in enumerate(runner.board.graph.graph.find_nodes(op="placeholder"))}
+    slots = {n: i for i, n in enumerate(runner.context.graph.graph.find_nodes(op="placeholder"))}
     steps = []
     first = 0
     for site in program.sites:
@@ -118,7 +118,7 @@ def directly(runner: Any, args: list[Any]) -> Callable[[], Any]:
         steps.append((lowered.call, reads, own, writes))
     room = [None] * (len(slots) - len(args))
 
-    wanted = [slots[node] for node in runner.board.results]
+    wanted = [slots[node] for node in runner.context.results]
 
     def run() -> list[Any]:
         values = [*args, *room]
@@ -138,7 +138,11 @@ def time_runner(run: Run, inputs: Sequence[tuple[Any, ...]], made: list[Any], gi
     args = given[0]
     winner = directly(runner, args)
     calls = dict(
-        zip(RUNNER_KINDS, (winner, winner, lambda: runner.entry.function(list(args))), strict=True)
+        zip(
+            RUNNER_KINDS,
+            (winner, winner, lambda: runner.captured.function(list(args))),
+            strict=True,
+        )
     )
     order = random.Random(Protocol.seed)
     seconds: dict[str, list[float]] = {kind: [] for kind in RUNNER_KINDS}

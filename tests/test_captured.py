@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fuseboard
-from fuseboard.capture.comparison import Capture
+from fuseboard.capture.comparison import CaptureCheck
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd
@@ -167,8 +167,10 @@ def test_what_was_found_out_is_kept_with_the_decisions(right, monkeypatch, tmp_p
     """Another process runs neither graph, and says the same."""
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
     compared = []
-    compare = Capture.difference
-    monkeypatch.setattr(Capture, "difference", lambda *args: compared.append(1) or compare(*args))
+    compare = CaptureCheck.difference
+    monkeypatch.setattr(
+        CaptureCheck, "difference", lambda *args: compared.append(1) or compare(*args)
+    )
     target, wanted = ((lambda x: x + 1), [[[[2, 3]]]]) if right else (larger, [[[[1, 2]]]])
     for _ in range(2):
         ledger.clear()
@@ -184,8 +186,10 @@ def test_under_another_graph_of_dynamos_it_is_found_out_again(monkeypatch, tmp_p
     """AOTAutograd may capture the same graph, rightly for one of them and wrongly for the other."""
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
     compared = []
-    compare = Capture.difference
-    monkeypatch.setattr(Capture, "difference", lambda *args: compared.append(1) or compare(*args))
+    compare = CaptureCheck.difference
+    monkeypatch.setattr(
+        CaptureCheck, "difference", lambda *args: compared.append(1) or compare(*args)
+    )
     for target in (lambda x: x.add(1), lambda x: torch.add(x, 1)):
         torch._dynamo.reset()
         with plugged("brisk", info={"compiles_quickly": True}):
@@ -208,7 +212,7 @@ def test_what_cannot_be_compared_is_told():
 
 
 def test_nothing_is_run_where_nothing_is_verified(monkeypatch):
-    monkeypatch.setattr(Capture, "difference", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr(CaptureCheck, "difference", lambda *_: pytest.fail("compared"))
     assert compiled(lambda x: x + 1, verify="off")(torch.ones(1)).item() == 2
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fuseboard.errors import CostsError
-from fuseboard.profile.choose.book import Book
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.costs import database as costs_module
 from fuseboard.profile.costs import file as costs_file
 from fuseboard.profile.costs.database import CostDatabase
@@ -297,7 +297,7 @@ def test_a_full_disk(costs, path, warnings, monkeypatch):
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from fuseboard.profile.choose.book import Book
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.report.data import GraphReport
 from tests.support.costs import decision
@@ -335,7 +335,7 @@ READ_ONLY = """
 import os, sys
 from pathlib import Path
 from fuseboard.profile.costs import file as costs_file
-from fuseboard.profile.choose.book import Book
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.report.data import GraphReport
 from tests.support.costs import decision
@@ -429,7 +429,7 @@ def test_a_report_tells_of_trouble_where_a_decision_is_looked_for(tmp_path, capl
     path = tmp_path / "costs.sqlite3"
     path.mkdir()  # can't be opened as a file
     report = GraphReport("inference0", "inference", "f")
-    book = Book(CostDatabase(path), {"graph": "g"}, report)
-    assert book.find() is None
+    stored = StoredDecision(CostDatabase(path), {"graph": "g"}, report)
+    assert stored.find() is None
     (note,) = report.notes
     assert note.startswith("measured choices stay in memory: ")

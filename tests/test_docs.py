@@ -21,7 +21,7 @@ from fuseboard.config.model import STAGES
 from fuseboard.partition import repeats
 from fuseboard.profile.choose import measure, ranks
 from fuseboard.profile.costs.database import CostDatabase as database
-from fuseboard.profile.judge import parting, reference, rewrites, same_results, values
+from fuseboard.profile.judge import divergence, reference, rewrites, same_results, values
 from fuseboard.profile.observe import sampling
 from fuseboard.profile.observe import session as sampler
 from fuseboard.report import data
@@ -131,7 +131,7 @@ NUMBERS = {
         f"**{values.DISTURBED_FACTOR:g} D** is allowed as well, or "
         f"{values.DISTURBED_FACTOR:g} times the largest *relative* distance",
         f"one in {values.MISMATCH_SHARE:,}",
-        f"{parting.MAX_TRIES} parts or {parting.BUDGET_S:g} seconds at most",
+        f"{divergence.MAX_TRIES} parts or {divergence.BUDGET_S:g} seconds at most",
         f"taken to be {same_results._ROUNDINGS:g} units in the last place of the largest element, "
         f"so {WORDS[values.WORST_FACTOR]} times that is allowed",
         f"up to {WORDS[same_results._DISTURBED_RUNS]} times with roundings disturbed",

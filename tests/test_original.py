@@ -147,7 +147,7 @@ def halves(x):
     ids=["view of an input", "autocast inside", "higher-order op"],
 )
 def test_what_belongs_to_aotautograd_stays_there(function):
-    """Among the graph's candidates; a later call compares whole calls (test_step_inference)."""
+    """Among the graph's candidates; a later call compares whole calls."""
     assert run(function, rnd(3, 3), calls=1).notes != OWN
 
 

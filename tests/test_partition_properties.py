@@ -25,7 +25,7 @@ from fuseboard.config import resolve
 from fuseboard.ops.effects import keeps_order
 from fuseboard.pipeline.stages import Pipeline
 from fuseboard.report.data import GraphReport, ledger
-from fuseboard.run.entry import Entry
+from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
 from tests.support.backends import plugged
@@ -110,11 +110,13 @@ def partition(recipe: Recipe, first: Claims, second: Claims, **options: Any) -> 
         session = board.session(resolve({"backends": [*BACKENDS, "eager"], **options}, None))
         context = torch._guards.TracingContext(mode)
         with recorded() as runners, torch._guards.tracing(context), mode:
-            entry = Entry(graph, "captured")
+            entry = CapturedGraph(graph, "captured")
             Pipeline(session, "test").compile(entry, "inference")
     (report,), (runner,) = ledger.graphs(), runners
-    shared = runner.board
-    return Partitioned(shared.graph, runner.program.sites, list(shared.kept), report, entry.boxed())
+    shared = runner.context
+    return Partitioned(
+        shared.graph, runner.program.sites, list(shared.board_nodes), report, entry.boxed()
+    )
 
 
 def search(examples: int) -> Any:

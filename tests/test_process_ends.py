@@ -16,7 +16,7 @@ import torch
 
 import fuseboard
 from fuseboard.lower import background
-from fuseboard.lower.specialise import compiling
+from fuseboard.lower.specialise import compile_lock
 from fuseboard.profile.costs.database import CostDatabase, Decision
 from fuseboard.profile.costs.rows import NOT_TRIED
 from tests.support import crashing_plugin
@@ -140,7 +140,7 @@ def test_a_fork_while_another_thread_compiles():
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with compiling:
+        with compile_lock:
             held.set()
             over.wait(60)
 
@@ -149,7 +149,7 @@ def test_a_fork_while_another_thread_compiles():
     assert held.wait(60)
     child = os.fork()
     if not child:
-        os._exit(0 if compiling.acquire(timeout=20) else 1)
+        os._exit(0 if compile_lock.acquire(timeout=20) else 1)
     over.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -34,7 +34,7 @@ def test_a_change_is_told_and_put_back(name):
     before = read_state()
     with StateGuard() as guard:
         does()
-    assert told in guard.told("answers")
+    assert told in guard.changed("answers")
     assert not put_back(before)
 
 
@@ -47,9 +47,9 @@ def test_several_changes_are_put_back_in_an_order_that_works():
         change_surroundings()
     # Leaving the inference mode sets the grad mode, too, so that this has no change of its own.
     wanted = [told for name, (_, told) in CHANGES.items() if name != "grad mode"]
-    assert [told for told in wanted if told not in guard.told("answers")] == []
-    assert "os.environ['FAKE_ENGINE']" in guard.told("surroundings")
-    assert "generator" in guard.told("draws")
+    assert [told for told in wanted if told not in guard.changed("answers")] == []
+    assert "os.environ['FAKE_ENGINE']" in guard.changed("surroundings")
+    assert "generator" in guard.changed("draws")
     assert not put_back(before)
 
 
@@ -76,7 +76,7 @@ def test_a_switch_that_torch_refuses_to_read_is_no_obstacle():
             torch.get_float32_matmul_precision()
         with StateGuard() as guard:
             torch.backends.mkldnn.matmul.fp32_precision = "ieee"
-        assert "mkldnn.matmul.fp32_precision from 'bf16' to 'ieee'" in guard.told("answers")
+        assert "mkldnn.matmul.fp32_precision from 'bf16' to 'ieee'" in guard.changed("answers")
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
 
 

@@ -20,7 +20,7 @@ from fuseboard.cli.main import app
 from fuseboard.contracts import Measurement, Trip
 from fuseboard.explanations.bars import chart
 from fuseboard.explanations.text import as_text
-from fuseboard.profile.choose.book import _cost
+from fuseboard.profile.choose.stored_decision import _cost
 from fuseboard.profile.choose.winner import choose, note_times
 from fuseboard.report import choices
 from fuseboard.report.data import CandidateReport

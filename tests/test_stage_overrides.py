@@ -14,7 +14,7 @@ import fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.errors import SettingsError
-from fuseboard.profile.choose.book import _settings
+from fuseboard.profile.choose.stored_decision import _settings
 from fuseboard.report.data import ledger
 from fuseboard.workshop.admission import why_in_calls
 from tests.support import stages

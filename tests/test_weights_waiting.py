@@ -26,11 +26,11 @@ def _own_sets(monkeypatch):
 class Slow:
     """Prepares in no time, which counts as 10 s beside calls of 1 s without."""
 
-    def __init__(self, share: float = 1.0, without_s: float = 1.0) -> None:
+    def __init__(self, share: float = 1.0, unprepared_s: float = 1.0) -> None:
         self.times = 0
         self.sets = WeightSets(self, limit=8)
         self.sets.share = share
-        self.sets.without_s = without_s
+        self.sets.unprepared_s = unprepared_s
 
     def __call__(self, weights):
         self.times += 1
@@ -75,7 +75,7 @@ def test_only_what_prepared_values_save_is_lost():
 
 
 def test_what_pays_within_a_call_is_prepared_at_once():
-    slow, weights = Slow(without_s=20.0), (torch.ones(3),)
+    slow, weights = Slow(unprepared_s=20.0), (torch.ones(3),)
     for _ in range(5):
         change(weights)
         assert slow.calls(weights, 1) == "p"
@@ -97,10 +97,10 @@ def test_what_was_prepared_from_inference_tensors_serves_no_other_call():
     with torch.inference_mode():
         weights = (torch.ones(3), torch.ones(3))
     assert slow.calls(weights, 100) == "p" + "w" * 99
-    assert slow.sets.untold
+    assert slow.sets.unversioned
     assert slow.calls((torch.ones(3),), 11) == "w" * 9 + "pp"
-    assert not slow.sets.untold
-    slow.sets.without_s = 1e3  # a call saves what preparing takes
+    assert not slow.sets.unversioned
+    slow.sets.unprepared_s = 1e3  # a call saves what preparing takes
     assert slow.calls(weights, 5) == "p" * 5
     assert slow.times == 7
 
@@ -147,7 +147,7 @@ def test_calls_without_see_every_change(how):
                 assert_equal(fn(x), model(x))
             (sets,) = _sets_of(model)
             fuseboard.refresh(model)
-            sets.prepare_s, sets.without_s = 1e6, 0.0
+            sets.prepare_s, sets.unprepared_s = 1e6, 0.0
             for _ in range(3):
                 overwrite(model)
                 assert_same(fn(x), model(x))
@@ -199,7 +199,7 @@ def test_an_error_of_eagers_own_is_the_users():
             for _ in range(2):
                 fn(model, x)
             (sets,) = _sets_of(model)
-            sets.prepare_s, sets.without_s = 1e6, 0.0
+            sets.prepare_s, sets.unprepared_s = 1e6, 0.0
             overwrite(model)
             fails = True
             calls.clear()
@@ -225,4 +225,4 @@ def test_the_measured_default_knows_what_preparing_saves(monkeypatch, tmp_path):
     assert {told.name: told.latency_us for told in last_graph().candidates} == latencies
     (sets,) = _sets_of(model)
     assert sets.share == pytest.approx(0.6)
-    assert sets.without_s == pytest.approx(100e-6)
+    assert sets.unprepared_s == pytest.approx(100e-6)

@@ -78,7 +78,7 @@ class Examined:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegisteredPlugin:
     """A plugin on the board.
 
     :ivar plugin: None where it is quarantined, and then so is ``examined``.

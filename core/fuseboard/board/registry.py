@@ -17,7 +17,13 @@ from importlib import metadata
 from typing import Any
 
 from fuseboard.board.deadline import deadline
-from fuseboard.board.registration import Entry, PluginState, State, examine, in_default_order
+from fuseboard.board.registration import (
+    PluginState,
+    RegisteredPlugin,
+    State,
+    examine,
+    in_default_order,
+)
 from fuseboard.board.session import Session
 from fuseboard.config.layers import resolve
 from fuseboard.config.model import Settings
@@ -81,7 +87,7 @@ class Board:
         self._find = entry_points or (lambda: metadata.entry_points(group=GROUP))
         self._built_in = dict(built_in)
         self._pending: dict[str, _Pending] | None = None
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RegisteredPlugin] = {}
         self._duplicates: list[PluginState] = []
 
     # --- finding and loading --------------------------------------------------------------------
@@ -135,7 +141,7 @@ class Board:
                 pending[name] = found
                 raise
 
-    def _load_one(self, found: _Pending, limit_s: float) -> Entry:
+    def _load_one(self, found: _Pending, limit_s: float) -> RegisteredPlugin:
         def late() -> Exception:
             return RegistrationError(f"plugin {found.name!r}: its import took over {limit_s:g} s")
 
@@ -151,9 +157,9 @@ class Board:
             log.warning(
                 "fuseboard: plugin %r is quarantined, and takes no part: %s", found.name, reason
             )
-            return Entry(found.state("quarantined", reason), error=error)
+            return RegisteredPlugin(found.state("quarantined", reason), error=error)
 
-    def _admit(self, plugin: object, found: _Pending, limit_s: float) -> Entry:
+    def _admit(self, plugin: object, found: _Pending, limit_s: float) -> RegisteredPlugin:
         """Examine a plugin, and say in which state it is."""
         examined = examine(plugin, found.name, limit_s)
         for name, entry in self._entries.items():
@@ -174,7 +180,7 @@ class Board:
         if info is not None and not info.available:
             reason = info.reason or "it gave no reason"
             state = replace(state, state="unavailable", reason=reason)
-        return Entry(state, plugin, examined)
+        return RegisteredPlugin(state, plugin, examined)
 
     # --- registering at run time ----------------------------------------------------------------
 
@@ -282,7 +288,7 @@ def _left_alone(plugin: str) -> Iterator[None]:
     """
     with StateGuard() as state:
         yield
-    if left := state.told("answers"):
+    if left := state.changed("answers"):
         raise RegistrationError(
             f"plugin {plugin!r}: importing it, or its fuseboard_backend, changed {left}, which was "
             "put back"

@@ -24,7 +24,7 @@ from fuseboard.board.answers import check_answer
 from fuseboard.board.deadline import deadline
 from fuseboard.board.overrides import Override, home_of, load_override
 from fuseboard.board.plugin_options import plugin_options
-from fuseboard.board.registration import Entry, PluginState, in_default_order
+from fuseboard.board.registration import PluginState, RegisteredPlugin, in_default_order
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo, Event
@@ -62,7 +62,10 @@ class Session:
     """
 
     def __init__(
-        self, settings: Settings, entries: Mapping[str, Entry], states: Mapping[str, PluginState]
+        self,
+        settings: Settings,
+        entries: Mapping[str, RegisteredPlugin],
+        states: Mapping[str, PluginState],
     ) -> None:
         self.settings = settings
         self.notes: list[str] = []
@@ -405,13 +408,13 @@ class Session:
         finally:
             _current.reset(within)
             self._note_surroundings(plugin, hook, state)
-        if left := state.told("answers"):
+        if left := state.changed("answers"):
             raise ContractError(plugin, hook, f"it changed {left}, which was put back")
         return answer
 
     def _note_surroundings(self, plugin: str, hook: str, state: StateGuard) -> None:
         """Say once what a hook changed in the process that isn't a reason to do without it."""
-        left = state.told("surroundings")
+        left = state.changed("surroundings")
         note = f"{plugin} changed {left} in {hook}: put back"
         if left and note not in self.notes:
             self.notes.append(note)

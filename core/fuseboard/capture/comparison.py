@@ -25,7 +25,7 @@ from fuseboard.profile.judge.replays import generators_put_back, replayable, wit
 from fuseboard.profile.judge.rewrites import MEMORY_SHARE, peak_bytes
 from fuseboard.profile.judge.rules import reached_by
 from fuseboard.profile.judge.same_results import Disturbances, difference
-from fuseboard.run.entry import Entry, all_running
+from fuseboard.run.captured_graph import CapturedGraph, all_running
 from fuseboard.run.failure import describe
 from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.spare_memory import free_bytes
@@ -42,12 +42,12 @@ class CannotCompare(Exception):
     """The two can't be run beside the call that is compiled; the text says why."""
 
 
-class Capture:
+class CaptureCheck:
     """What AOTAutograd made of a graph, to be compared with it.
 
     :param graph: Dynamo's.
-    :param compiled: AOTAutograd's function, which calls the entries.
-    :param entries: of the graphs that AOTAutograd captured.
+    :param compiled: AOTAutograd's function, which calls the graphs.
+    :param graphs: of the graphs that AOTAutograd captured.
     :param written: positions of the inputs that a call writes to; None: any.
     :param fast_random: random numbers needn't be eager's.
     """
@@ -56,14 +56,14 @@ class Capture:
         self,
         graph: GraphModule,
         compiled: Run,
-        entries: Sequence[Entry],
+        graphs: Sequence[CapturedGraph],
         written: frozenset[int] | None,
         fast_random: bool,
     ) -> None:
         self._graph = graph
-        self._dynamos = forward_of(graph)
+        self._run_dynamo_graph = forward_of(graph)
         self._compiled = compiled
-        self._entries = entries
+        self._captured_graphs = graphs
         self._written = written
         self._fast_random = fast_random
 
@@ -94,7 +94,7 @@ class Capture:
 
         :raises CannotCompare: the reason is the text.
         """
-        nodes = [node for entry in self._entries for node in entry.captured.graph.nodes]
+        nodes = [node for captured in self._captured_graphs for node in captured.graph.graph.nodes]
         if any(map(_may_draw, nodes)):
             raise CannotCompare("it may draw random numbers, as the user's threads do meanwhile")
         own = self._inputs(inputs)
@@ -137,18 +137,18 @@ class Capture:
     def _eager(self, inputs: _Copies) -> dict[str, Any] | BaseException:
         try:
             with generators_put_back(), without_anomaly_mode():
-                return _results(self._dynamos, inputs)
+                return _results(self._run_dynamo_graph, inputs)
         except CONTAINED as error:  # the user's own, or a limit of eager's
             return _not_of_memory(error)
 
     def _captured(self, inputs: _Copies, seed: int | None = None) -> dict[str, Any] | BaseException:
         """:param seed: disturb roundings by that."""
 
-        def how(entry: Entry) -> Boxed:
-            return entry.eager if seed is None else entry.disturbed(seed)
+        def how(captured: CapturedGraph) -> Boxed:
+            return captured.eager if seed is None else captured.disturbed(seed)
 
         try:
-            running = all_running(self._entries, how)
+            running = all_running(self._captured_graphs, how)
             with generators_put_back(), without_anomaly_mode(), running:
                 return _results(self._compiled, inputs)
         except CONTAINED as error:
@@ -186,7 +186,7 @@ class Capture:
         self._must_be_repeatable()
 
     def _must_be_repeatable(self) -> None:
-        for graph in (entry.captured for entry in self._entries):
+        for graph in (captured.graph for captured in self._captured_graphs):
             if any(map(has_effects, graph.graph.nodes)):
                 raise CannotCompare("it has effects")
             if why := replayable(graph):
@@ -199,7 +199,7 @@ class Capture:
 
     def _must_have_room(self, inputs: _Copies) -> None:
         """Eager holds what it does anyway; the results of both runs come on top, and copies."""
-        graphs = [entry.captured for entry in self._entries]
+        graphs = [captured.graph for captured in self._captured_graphs]
         values = (node.meta.get("val") for graph in graphs for node in graph.graph.nodes)
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
         free = None if device is None else free_bytes(device)

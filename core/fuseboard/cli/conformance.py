@@ -74,7 +74,7 @@ def _print(results: list[CheckResult]) -> None:
         line = Text(f"{verdict:12}  ", style=_STYLES[result.verdict])
         line.append(f"{result.check:{width}}  ", style="default")
         taken = _ops(result.taken)
-        line.append("  ".join(filter(None, (words.shorten(result.told), taken))), style="default")
+        line.append("  ".join(filter(None, (words.shorten(result.text), taken))), style="default")
         if not console.is_terminal:
             print(line.plain.rstrip())
         else:

@@ -20,7 +20,7 @@ from rich.text import Text
 from fuseboard.errors import FuseboardError
 
 if TYPE_CHECKING:
-    from fuseboard.demo.docstrings import Entry
+    from fuseboard.demo.docstrings import Docstring
     from fuseboard.demo.search import Embed, Found, Model
     from fuseboard.demo.speed import Speed
     from fuseboard.explanations.explanation import Explanation
@@ -76,7 +76,7 @@ class Outcome:
     :ivar first_s: arm → seconds until the first batch was done, the compile included.
     """
 
-    entries: list[Entry]
+    entries: list[Docstring]
     batch: int
     eager: list[Found] = field(default_factory=list)
     board: list[Found] = field(default_factory=list)

@@ -27,7 +27,7 @@ MAX_LENGTH = 400
 
 
 @dataclass(frozen=True)
-class Entry:
+class Docstring:
     """A function or class: its dotted name, and the first paragraph of its docstring."""
 
     name: str
@@ -39,12 +39,12 @@ class Entry:
         return re.split(r"(?<=[.!?])\s", self.text, maxsplit=1)[0]
 
 
-def collect(limit: int = 0) -> list[Entry]:
+def collect(limit: int = 0) -> list[Docstring]:
     """The entries in the order of :data:`MODULES`, each text once; the same in every run.
 
     :param limit: take so many, evenly spread; 0 takes all.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, Docstring] = {}
     for name in MODULES:
         try:
             module = importlib.import_module(name)
@@ -58,7 +58,7 @@ def collect(limit: int = 0) -> list[Entry]:
     return [found[number * len(found) // limit] for number in range(limit)]
 
 
-def _entries(module: ModuleType, module_name: str) -> list[Entry]:
+def _entries(module: ModuleType, module_name: str) -> list[Docstring]:
     public = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
     found = []
     for name in sorted(public):
@@ -70,7 +70,7 @@ def _entries(module: ModuleType, module_name: str) -> list[Entry]:
         doc = value.__doc__
         text = first_paragraph(doc, name) if isinstance(doc, str) else ""
         if len(text.split()) >= MIN_WORDS:
-            found.append(Entry(f"{module_name}.{name}", text))
+            found.append(Docstring(f"{module_name}.{name}", text))
     return found
 
 

@@ -92,7 +92,7 @@ def _apply(fusion: Fusion, plugin: str, limit_s: float) -> None:
     except CONTAINED as error:
         problem = f"fusion {fusion.name!r} raised {type(error).__name__}: {error}"
         raise PluginError(plugin, hook, problem) from error
-    if left := state.told("answers"):
+    if left := state.changed("answers"):
         problem = f"fusion {fusion.name!r} changed {left}, which was put back"
         raise ContractError(plugin, hook, problem)
 

@@ -46,7 +46,7 @@ class Task:
 
 
 class Deferred(Exception):
-    """A region that has to be compiled, and was told to wait.
+    """A region that has to be compiled, and was region_report to wait.
 
     :ivar token: what the result is to be found under; equal for regions with equal code.
     :ivar request: for a child process; None where only this process can compile it.
@@ -71,7 +71,7 @@ class _Place:
 class Cache:
     """The artifacts of one graph's regions.
 
-    :param report: of the graph; failures to load are told there.
+    :param report: of the graph; failures to load are region_report there.
     :param ready: what child processes have made.
     :param defers: what would have to be compiled is deferred, if a child process can do it.
     :param carried: another process has compiled it; what should be in the cache is deferred if it
@@ -92,7 +92,7 @@ class Cache:
         self._defers = defers
         self._carried = carried
 
-    def lower(self, task: Task, told: RegionReport) -> LoweredRegion | None:
+    def lower(self, task: Task, region_report: RegionReport) -> LoweredRegion | None:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.
 
         :raises RegionError: an artifact couldn't be loaded, and the policy is to raise.
@@ -103,9 +103,13 @@ class Cache:
         loads = self._session.implements(info.name, "fuseboard_load")
         isolates = self._session.settings.isolate and info.may_crash
         token = info.name, task.region.signature
-        place = self._place(task, info, told) if loads or isolates else None
-        if loads and place is not None and (found := self._find(task, place, told)) is not None:
-            loaded = self._load(task, found.data, told, place.store, found.path)
+        place = self._place(task, info, region_report) if loads or isolates else None
+        if (
+            loads
+            and place is not None
+            and (found := self._find(task, place, region_report)) is not None
+        ):
+            loaded = self._load(task, found.data, region_report, place.store, found.path)
             if loaded is not None:
                 return loaded
         result = None
@@ -118,7 +122,7 @@ class Cache:
         if result is not None and result.declined:
             return None
         if loads and result is not None and result.artifact is not None:
-            loaded = self._take(task, result, place, told)
+            loaded = self._take(task, result, place, region_report)
             if loaded is not None:
                 return loaded
         watch = GuardWatch(torch_internals.fake_mode_of(task.inputs))
@@ -126,10 +130,10 @@ class Cache:
         if answer is None or answer.artifact is None:
             return answer
         if place is not None:
-            self._put(task, place, answer.artifact, watch.code(), told)
+            self._put(task, place, answer.artifact, watch.code(), region_report)
         return dataclasses.replace(answer, artifact=None)  # it may be large, and is on disk
 
-    def _place(self, task: Task, info: BackendInfo, told: RegionReport) -> _Place | None:
+    def _place(self, task: Task, info: BackendInfo, region_report: RegionReport) -> _Place | None:
         """Where the region's artifact belongs; None where there is no such place."""
         settings = self._session.settings
         if not settings.cache:
@@ -137,7 +141,7 @@ class Cache:
         try:
             key = self._key(task, info)
         except NotCacheable as error:
-            told.notes.append(f"not cached: {error}")
+            region_report.notes.append(f"not cached: {error}")
             return None
         return _Place(store_at(settings.cache_dir, settings.cache_size_mb), key)
 
@@ -168,14 +172,14 @@ class Cache:
 
     # --- loading --------------------------------------------------------------------------------
 
-    def _find(self, task: Task, place: _Place, told: RegionReport) -> Artifact | None:
+    def _find(self, task: Task, place: _Place, region_report: RegionReport) -> Artifact | None:
         """The artifact, if it is there and fits; else a note on what is near."""
         values = _values(task)
         found = place.store.find(
             place.key, lambda artifact: guard_again(artifact.head["guards"], values)
         )
         if found is None and (differs := place.store.nearest(place.key)):
-            told.notes.append(
+            region_report.notes.append(
                 "not in the cache, where an entry for the same graph differs in: "
                 + ", ".join(differs)
             )
@@ -185,7 +189,7 @@ class Cache:
         self,
         task: Task,
         artifact: bytes,
-        told: RegionReport,
+        region_report: RegionReport,
         store: Store | None = None,
         path: Path | None = None,
     ) -> LoweredRegion | None:
@@ -210,7 +214,7 @@ class Cache:
             trip(self._report, region.backend, "lower", region.name, error, instead, region.source)
             return None
         if answer is not None and path is not None:
-            told.loaded = True
+            region_report.loaded = True
         return answer
 
     # --- in a process of its own ----------------------------------------------------------------
@@ -247,17 +251,17 @@ class Cache:
         return result
 
     def _take(
-        self, task: Task, result: Result, place: _Place | None, told: RegionReport
+        self, task: Task, result: Result, place: _Place | None, region_report: RegionReport
     ) -> LoweredRegion | None:
         """Load what a child process made, and store it."""
         assert result.artifact is not None
         if result.guards is None or not guard_again(result.guards, _values(task)):
             return None
-        loaded = self._load(task, result.artifact, told)
+        loaded = self._load(task, result.artifact, region_report)
         if loaded is None:
             return None
         if place is not None:
-            self._put(task, place, result.artifact, result.guards, told)
+            self._put(task, place, result.artifact, result.guards, region_report)
         notes = tuple(dict.fromkeys((*result.notes, *loaded.notes, "compiled in a child process")))
         return dataclasses.replace(loaded, notes=notes)
 
@@ -269,7 +273,7 @@ class Cache:
         place: _Place,
         artifact: bytes,
         guards: list[str] | None,
-        told: RegionReport,
+        region_report: RegionReport,
     ) -> None:
         """Store an artifact; a note says why it isn't."""
         if not any(map(symbolic_numbers, task.inputs)):
@@ -280,7 +284,7 @@ class Cache:
             further = {"guards": guards}
             problem = place.store.put(place.key, artifact, further, variant="; ".join(guards))
         if problem:
-            told.notes.append(f"not cached: {problem}")
+            region_report.notes.append(f"not cached: {problem}")
 
 
 def _answered(result: Result) -> Result:

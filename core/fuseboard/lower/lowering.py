@@ -80,7 +80,7 @@ class Lowering:
     :ivar ready: what was deferred, and is compiled now.
     :ivar carried: by signature: graphs of regions that another process has decomposed. Where it is
         given, nothing is traced here, nor compiled that should be in the cache.
-    :ivar kept: where to keep what is decomposed, by signature, for another process.
+    :ivar decomposed: where to keep graphs that are decomposed, by signature, for another process.
     :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
         that one is asked there alone.
     """
@@ -97,7 +97,7 @@ class Lowering:
     defers: bool = False
     ready: Mapping[Token, Result] = field(default_factory=dict)
     carried: Mapping[str, GraphModule] | None = None
-    kept: dict[str, GraphModule] | None = None
+    decomposed: dict[str, GraphModule] | None = None
     overridden: set[Decided] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -231,16 +231,16 @@ class Lowering:
         counter = self.counter
         offered = counter.offered
 
-        def lower(static: Region, told: RegionReport) -> Lowered:
+        def lower(static: Region, region_report: RegionReport) -> Lowered:
             known = self._known.get(static.signature)
             if known is not None and not self._bakes(known):
-                return self._again(known, static, told)
+                return self._again(known, static, region_report)
             # Each specialisation numbers its fusions as the first did.
             first = not report.specialised
             own = counter if first else dataclasses.replace(counter, offered=offered, applied=[])
             lowering = dataclasses.replace(self, counter=own)
             lowering._known, lowering._bare = self._known, self._bare
-            made = lowering._lower_graph(static, told)
+            made = lowering._lower_graph(static, region_report)
             self._known[static.signature] = made
             return made
 
@@ -317,7 +317,7 @@ class Lowering:
             defers=False,
             hoisting=False,
             carried=None,
-            kept=None,
+            decomposed=None,
             overridden=set(),
         )
 
@@ -351,8 +351,8 @@ class Lowering:
             except KeyError:
                 raise LoweringError(f"{region.name} was cut otherwise elsewhere") from None
         graph = decompose(graph, table)
-        if self.kept is not None:
-            self.kept[region.signature] = copy_graph(graph)
+        if self.decomposed is not None:
+            self.decomposed[region.signature] = copy_graph(graph)
         return graph
 
     def _fuse(self, graph: GraphModule, region: Region) -> _Fused:

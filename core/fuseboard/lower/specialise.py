@@ -25,7 +25,7 @@ from fuseboard.lower.static import StaticGraph, with_sizes
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import GraphReport, RegionReport
-from fuseboard.run.checked import CheckedRegion, Proofs
+from fuseboard.run.checked import CheckedRegion, RegionChecks
 from fuseboard.run.codegen import Source
 from fuseboard.run.eager import boxed_function
 from fuseboard.run.failure import contained, trip
@@ -35,12 +35,12 @@ from fuseboard.torch_api import symbols as torch_symbols
 
 #: Held while something is compiled. Dynamo holds a lock of its own, but backwards are compiled
 #: outside of it, and specialisations in the middle of a call.
-compiling = threading.RLock()
+compile_lock = threading.RLock()
 
 
 def _after_fork() -> None:
     """Free it in a forked child, unless this thread holds it: no other one is there to do so."""
-    lock: Any = compiling  # what CPython's own modules do with their locks has no public name
+    lock: Any = compile_lock  # what CPython's own modules do with their locks has no public name
     if not lock._is_owned():
         lock._at_fork_reinit()
 
@@ -139,7 +139,7 @@ class Specialised:
         if len(self._table) >= limit:
             self._note_limit(limit)
             return None
-        with compiling:
+        with compile_lock:
             key = self._key(args)
             if key in self._table:  # another thread was quicker
                 return self._table[key]
@@ -174,17 +174,17 @@ class Specialised:
             signature=signature(made.graph, self._region.backend, (self._region.kind, static)),
         )
         expected = _outputs(made.graph)
-        told = RegionReport(region.name, region.backend, {})
-        lowered = self._lower(region, told)
+        own_report = RegionReport(region.name, region.backend, {})
+        lowered = self._lower(region, own_report)
         code = _from_region_inputs(made, lowered, self._session.settings)
         entry = code
         if self._session.settings.verify != "off":
             entry = _FirstCall(self, key, region, code, expected)
         report = self._region_report
         if not report.specialised:
-            report.fusions, report.hoisted = told.fusions, told.hoisted
-            report.loaded = told.loaded
-        report.notes.extend(note for note in told.notes if note not in report.notes)
+            report.fusions, report.hoisted = own_report.fusions, own_report.hoisted
+            report.loaded = own_report.loaded
+        report.notes.extend(note for note in own_report.notes if note not in report.notes)
         report.specialised.append(label)
         seconds = time.perf_counter() - start
         details = {"region": region.name, "backend": region.backend, "sizes": label}
@@ -196,7 +196,7 @@ class Specialised:
     def passed(self, key: Any, checked: Boxed, code: Boxed) -> None:
         """A first call went well: go over to the code itself, unless every call is checked."""
         if self._session.settings.verify_every is None:
-            with compiling:
+            with compile_lock:
                 if self._table.get(key) is checked:
                     self._table[key] = code
 
@@ -214,7 +214,7 @@ class Specialised:
             results = self._eager(inputs)
         except CONTAINED as users_own:
             raise users_own from None
-        with compiling:
+        with compile_lock:
             if self._table.get(key) is checked:
                 self._give_up(key, "run", error)
         return results
@@ -229,9 +229,9 @@ class Specialised:
         instead = f"eager where {label}"
         trip(self._report, region.backend, stage, region.name, error, instead, region.source)
         self._table[key] = self._eager
-        told = self._region_report
-        told.specialised[:] = [sizes for sizes in told.specialised if sizes != label]
-        told.notes.append(f"eager runs where {label}, since {region.backend} tripped")
+        own_report = self._region_report
+        own_report.specialised[:] = [sizes for sizes in own_report.specialised if sizes != label]
+        own_report.notes.append(f"eager runs where {label}, since {region.backend} tripped")
 
     def _note_limit(self, limit: int) -> None:
         text = (
@@ -260,10 +260,10 @@ class _FirstCall:
         expected: tuple[Any, ...],
     ) -> None:
         session, report = owner._session, owner._report
-        proofs = Proofs(again=session.settings.verify_every is not None)
+        checks = RegionChecks(again=session.settings.verify_every is not None)
         self._owner, self._key, self._code = owner, key, code
         captured = dataclasses.replace(region, graph=owner._region.graph)
-        self._checked = CheckedRegion(captured, code, code, expected, session, report, proofs)
+        self._checked = CheckedRegion(captured, code, code, expected, session, report, checks)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         inputs, state = list(args), torch.get_rng_state()

@@ -262,9 +262,9 @@ class GraphPins:
                 why = _why_not(name, wish.backend, claims, together)
                 unmet[name] = f"not on {wish.backend}, as {wish.text} wants: {why}"
                 missed.setdefault(wish.where, Counter())[why] += 1
-        return Wishes(pins, reasons, unmet, self._told(wished, missed))
+        return Wishes(pins, reasons, unmet, self._unmet_notes(wished, missed))
 
-    def _told(
+    def _unmet_notes(
         self, wished: Mapping[str, _Wish], missed: Mapping[str, Counter[str]]
     ) -> tuple[str, ...]:
         notes = [*self._notes]

@@ -14,17 +14,17 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.capture import mixed_norms, unfit_calls
-from fuseboard.capture.comparison import CannotCompare, Capture
+from fuseboard.capture.comparison import CannotCompare, CaptureCheck
 from fuseboard.capture.original import forward_of, mend_powers
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import CONTAINED, LoweringError, PluginError
-from fuseboard.lower.specialise import compiling
+from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
 from fuseboard.profile.choose.ranks import several_ranks
-from fuseboard.profile.choose.step import EAGER, whole_step
+from fuseboard.profile.choose.whole_calls import EAGER, choose_whole_calls
 from fuseboard.report.data import CandidateReport
-from fuseboard.run.entry import BackwardEntry, Entry
+from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.failure import describe
 from fuseboard.run.runner import Runner
 from fuseboard.torch_api import internals as torch_internals
@@ -53,9 +53,9 @@ class Compiled:
     is_dynamos: bool = False
     captured: Run | None = None
 
-    def capture(self) -> Capture:
+    def capture_check(self) -> CaptureCheck:
         """What was compiled, to be held against Dynamo's graph or to be called as users do."""
-        return self.call.capture_of(self.run)
+        return self.call.capture_check_of(self.run)
 
     @property
     def runners(self) -> list[Runner]:
@@ -63,14 +63,14 @@ class Compiled:
 
     def is_decided(self) -> bool:
         """Whether no call is needed any more to decide what runs."""
-        book = self.call.pipeline.step_book
+        stored = self.call.pipeline.whole_call_decision
         settled = all(runner.chooser is None for runner in self.runners)
-        return settled and (book is None or book.find() is not None)
+        return settled and (stored is None or stored.find() is not None)
 
     def dynamo_wins(self) -> bool:
         """Whether nothing that was compiled is any better than Dynamo's own graph."""
-        book = self.call.pipeline.step_book
-        decision = book.find() if book is not None else None
+        stored = self.call.pipeline.whole_call_decision
+        decision = stored.find() if stored is not None else None
         if decision is not None:
             return decision.winner == EAGER
         sites = [site for runner in self.runners for site in runner.program.sites]
@@ -97,7 +97,7 @@ def compile_graph(
     around = bundled or (lambda compiler: compiler)
     if bundled is not None:
         call.pipeline.records = []
-    with torch_internals.capturing(), call.knowing(example_inputs):
+    with torch_internals.capturing(), call.with_example_inputs(example_inputs):
         aot = torch_internals.aot_autograd(
             fw_compiler=around(partial(call.compile, kind="forward")),
             bw_compiler=around(call.compile_backward),
@@ -112,9 +112,9 @@ def compile_graph(
                 raise
             call.pipeline.contain_refused_graph(error)
             return Compiled(forward_of(graph), call, is_dynamos=True)
-    if call.is_another(compiled, example_inputs):
+    if call.is_captured_wrong(compiled, example_inputs):
         return Compiled(forward_of(graph), call, is_dynamos=True)
-    step = call.whole_step(compiled)
+    step = call.choose_whole_calls(compiled)
     if step is None:
         return Compiled(forward_of(graph), call, is_dynamos=True)
     run = call.watch_autocast(step)
@@ -141,25 +141,25 @@ class GraphCall:
         pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, frame, pins, number)
         #: Ways into the graphs that AOTAutograd captured.
-        self.entries: list[Entry] = []
+        self.captured_graphs: list[CapturedGraph] = []
         self.was_compiling = False
         self.autocast = torch_internals.autocast_is_on()
         self.mutated: frozenset[int] = frozenset()
         self.input_count = 0
 
     @contextmanager
-    def knowing(self, example_inputs: Sequence[Any]) -> Iterator[None]:
+    def with_example_inputs(self, example_inputs: Sequence[Any]) -> Iterator[None]:
         """Let the pipeline see Dynamo's graph and the real inputs for the block.
 
         Neither is kept, but for the graph where it is what runs. Under autocast it can't run: what
         is cast, AOTAutograd's graph alone knows, and is called with autocast off.
         """
         self.pipeline.example_inputs = example_inputs
-        self.pipeline.dynamos = None if torch_internals.autocast_is_on() else self.graph
+        self.pipeline.dynamo_graph = None if torch_internals.autocast_is_on() else self.graph
         try:
             yield
         finally:
-            self.pipeline.example_inputs, self.pipeline.dynamos = (), None
+            self.pipeline.example_inputs, self.pipeline.dynamo_graph = (), None
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
         """For a forward or inference graph."""
@@ -167,22 +167,22 @@ class GraphCall:
         self.input_count = len(inputs)
         if kind == "forward":
             torch_internals.note_no_donated_buffers()
-        entry = self._entry(graph, kind)
-        self._compile(entry, kind)
-        return entry.boxed()
+        captured = self._captured_graph(graph, kind)
+        self._compile(captured, kind)
+        return captured.boxed()
 
     def compile_backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
         """A backward graph is compiled when it first runs: it may never do.
 
         One with sizes among its inputs is compiled at once: a later guard on them would be lost.
         """
-        entry = BackwardEntry(copy_graph(graph), "captured_backward", self.note_backward)
-        self.entries.append(entry)
+        captured = CapturedBackward(copy_graph(graph), "captured_backward", self.note_backward)
+        self.captured_graphs.append(captured)
         if any(isinstance(value, torch.SymInt) for value in inputs):
-            self._compile(entry, "backward")
+            self._compile(captured, "backward")
         else:
-            entry.put(self._compiling_first(entry))
-        return entry.boxed()
+            captured.put(self._compiling_first(captured))
+        return captured.boxed()
 
     def note_backward(self, text: str) -> None:
         """Into the report of the backward graph; the forward's, as long as there is none."""
@@ -191,26 +191,26 @@ class GraphCall:
         if report is not None and text not in report.notes:
             report.notes.append(text)
 
-    def _entry(self, graph: GraphModule, kind: GraphKind) -> Entry:
+    def _captured_graph(self, graph: GraphModule, kind: GraphKind) -> CapturedGraph:
         for inner in graph.children():  # of control flow, which calls them as torch writes them
             mend_powers(inner)
-        self.entries.append(Entry(copy_graph(graph), f"captured_{kind}"))
-        return self.entries[-1]
+        self.captured_graphs.append(CapturedGraph(copy_graph(graph), f"captured_{kind}"))
+        return self.captured_graphs[-1]
 
-    def _compile(self, entry: Entry, kind: GraphKind) -> None:
+    def _compile(self, captured: CapturedGraph, kind: GraphKind) -> None:
         self.was_compiling = True
-        self.pipeline.compile(entry, kind)
+        self.pipeline.compile(captured, kind)
         self.was_compiling = False
 
-    def _compiling_first(self, entry: Entry) -> Boxed:
+    def _compiling_first(self, captured: CapturedGraph) -> Boxed:
         entered = torch_internals.compiling_later()
 
         def call(args: list[Any]) -> Sequence[Any]:
-            with compiling:
-                if entry.function is call:  # else another thread was quicker
+            with compile_lock:
+                if captured.function is call:  # else another thread was quicker
                     with StateGuard(), eager_view_strides(), entered():
-                        self._compile(entry, "backward")
-            return entry.function(args)
+                        self._compile(captured, "backward")
+            return captured.function(args)
 
         return call
 
@@ -250,13 +250,15 @@ class GraphCall:
             return {**own, **(table or {})}
         return own
 
-    def capture_of(self, compiled: Run) -> Capture:
+    def capture_check_of(self, compiled: Run) -> CaptureCheck:
         as_many = self.input_count == len(self.graph.graph.find_nodes(op="placeholder"))
         written = self.mutated if as_many or not self.mutated else None
         fast = self.session.settings.random == "fast"
-        return Capture(self.graph, compiled, self.entries, written, fast)
+        return CaptureCheck(self.graph, compiled, self.captured_graphs, written, fast)
 
-    def is_another(self, compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> bool:
+    def is_captured_wrong(
+        self, compiled: Callable[..., Any], example_inputs: Sequence[Any]
+    ) -> bool:
         """Whether AOTAutograd's graphs compute something else than Dynamo's; that is contained.
 
         :raises RegionError: the policy is to raise.
@@ -264,11 +266,11 @@ class GraphCall:
         pipeline, settings = self.pipeline, self.session.settings
         if settings.verify == "off" or not pipeline.runners or several_ranks():
             return False
-        captured = self.capture_of(compiled)
+        captured = self.capture_check_of(compiled)
         report = pipeline.runners[0].report
         problem = reason = ""
         try:
-            with compiling, report.timed("capture"):
+            with compile_lock, report.timed("capture"):
                 problem = self._known_difference(captured, example_inputs)
         except CannotCompare as why:
             reason = str(why)
@@ -280,39 +282,39 @@ class GraphCall:
             pipeline.contain_other_graph(problem)
         return bool(problem)
 
-    def _known_difference(self, captured: Capture, inputs: Sequence[Any]) -> str:
+    def _known_difference(self, captured: CaptureCheck, inputs: Sequence[Any]) -> str:
         """Where AOTAutograd's graphs part from Dynamo's, as the cost database has it or is told."""
-        book = self.pipeline.capture_book
-        if book is None or book.parts is None:
+        stored = self.pipeline.capture_decision
+        if stored is None or stored.parts is None:
             return captured.difference(inputs)
         text = hashlib.sha256(self.graph.code.encode()).hexdigest()
-        book = replace(book, parts={**book.parts, "dynamos": text})
-        if (decision := book.find()) is not None:
+        stored = replace(stored, parts={**stored.parts, "dynamos": text})
+        if (decision := stored.find()) is not None:
             return next((one.problem for one in decision.candidates), "")
         problem = captured.difference(inputs)
         row = CandidateReport(CAPTURED, "failed" if problem else "chosen", problem=problem)
-        book.record(EAGER if problem else CAPTURED, [row], settled=True)
+        stored.record(EAGER if problem else CAPTURED, [row], settled=True)
         return problem
 
-    def whole_step(self, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
+    def choose_whole_calls(self, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
         """Let the faster of what was compiled and Dynamo's own graph run the calls.
 
         In training, and where none of the compiled graph's candidates is Dynamo's. None where an
         earlier process found that Dynamo's is.
         """
-        book = self.pipeline.step_book
-        if book is None:
+        stored = self.pipeline.whole_call_decision
+        if stored is None:
             return compiled
         reports = self.pipeline.chosen
-        return whole_step(
-            compiled, self.graph, self.mutated, self.session, reports, book, self.pipeline.runners
+        return choose_whole_calls(
+            compiled, self.graph, self.mutated, self.session, reports, stored, self.pipeline.runners
         )
 
     def unless_unfit(
         self, compiled: Callable[..., Any], example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Let Dynamo's own graph run the calls that what was compiled isn't made for."""
-        training = any(runner.board.kind != "inference" for runner in self.pipeline.runners)
+        training = any(runner.context.kind != "inference" for runner in self.pipeline.runners)
         conditions: list[unfit_calls.Unfit] = []
         if training:
             conditions.append(unfit_calls.with_tangents)
@@ -325,7 +327,7 @@ class GraphCall:
 
     def watch_autocast(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Let backwards know whether they are called under autocast, where AOTAutograd hides it."""
-        backwards = [one for one in self.entries if isinstance(one, BackwardEntry)]
+        backwards = [one for one in self.captured_graphs if isinstance(one, CapturedBackward)]
         if not backwards or not self.autocast:
             return compiled
 

@@ -18,7 +18,7 @@ from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.support import Support
-from fuseboard.pipeline.work import Claims, Work, placed
+from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placed
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.report.data import GraphReport
@@ -80,7 +80,7 @@ class Planner:
             claims[info.name] = arbitrate(answers, refused, nodes)
         return claims
 
-    def plans(self, work: Work) -> list[Plan]:
+    def plans(self, staged: StagedGraph) -> list[Plan]:
         """The plans to choose between: one where nothing is to be measured.
 
         In order of preference, what is simpler first: eager, each backend by itself, then the plan
@@ -88,49 +88,49 @@ class Planner:
         """
         session, settings = self.session, self.session.settings
         *others, eager = session.backends
-        why_not = _not_measured(work.graph)
+        why_not = _not_measured(staged.graph)
         if not why_not and settings.ranks == "priority" and several_ranks():
             why_not = "a job of several ranks; ranks = 'agree' lets rank 0 measure for all of them"
         if settings.policy == "measured" and why_not:
-            work.report.notes.append(f"planned by priority, not by measurement: {why_not}")
+            staged.report.notes.append(f"planned by priority, not by measurement: {why_not}")
         elif settings.policy == "measured":
             guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
-            who, plan = self._plan(work, [*guessed, eager], settings.repeats)
+            who, plan = self._plan(staged, [*guessed, eager], settings.repeats)
             if who != "defaults":
                 return [plan]  # a planner that the user installed decides by itself
-            plans = [] if session.eager_is_fallback_only and others else [self._eager_plan(work)]
-            beside = defers(session, work.graph)
+            plans = [] if session.eager_is_fallback_only and others else [self._eager_plan(staged)]
+            beside = defers(session, staged.graph)
             for info in others:
                 repeats = settings.repeats
                 if repeats == "auto" and beside and not info.compiles_quickly:
                     repeats = "never"  # the whole graph runs at least as fast, and nobody waits
-                plans.append(self._plan(work, [info, eager], repeats)[1])
+                plans.append(self._plan(staged, [info, eager], repeats)[1])
             plans.append(plan)
             return _unlike(plans)
         guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
-        return [self._plan(work, [*guessed, eager], settings.repeats)[1]]
+        return [self._plan(staged, [*guessed, eager], settings.repeats)[1]]
 
-    def _eager_plan(self, work: Work) -> Plan:
-        return self._plan(work, [self.session.backends[-1]], "never")[1]
+    def _eager_plan(self, staged: StagedGraph) -> Plan:
+        return self._plan(staged, [self.session.backends[-1]], "never")[1]
 
     def _plan(
-        self, work: Work, backends: Sequence[BackendInfo], repeats: Repeats
+        self, staged: StagedGraph, backends: Sequence[BackendInfo], repeats: Repeats
     ) -> tuple[str, Plan]:
         """Who planned for these backends, and the plan, checked; the default's if it breaks a rule.
 
         Backends that something is pinned to take part in any case.
         """
         settings = self.session.settings
-        pinned = set(work.wishes.pins.values())
+        pinned = set(staged.wishes.pins.values())
         order = [i for i in self.session.backends if i in backends or i.name in pinned]
-        claims = {info.name: work.claims[info.name] for info in order}
-        graph, kept, report = work.graph, work.kept, work.report
+        claims = {info.name: staged.claims[info.name] for info in order}
+        graph, kept, report = staged.graph, staged.board_nodes, staged.report
         arguments: dict[str, Any] = {
             "graph": graph,
-            "kind": work.kind,
+            "kind": staged.kind,
             "claims": claims,
             "backends": order,
-            "pins": work.wishes.pins,
+            "pins": staged.wishes.pins,
             "policy": settings.policy,
             "min_region_us": settings.min_region_us,
             "merge_regions": settings.merge_regions,
@@ -141,7 +141,7 @@ class Planner:
             who, plan = self.session.first(
                 "fuseboard_plan", **{**arguments, "graph": copy_graph(graph)}
             )
-            pins = work.wishes.pins
+            pins = staged.wishes.pins
             PlanCheck(placed(graph, kept), claims, pins, self.pins.paths, who)(plan)
             return who, plan
         except (PluginError, LoweringError) as error:

@@ -24,7 +24,7 @@ from fuseboard.errors import LoweringError, PluginError, RegionError, WrongValue
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.overriding import Decided
-from fuseboard.lower.specialise import compiling
+from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.joint import split_joint
@@ -33,16 +33,23 @@ from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import cut_regions
 from fuseboard.pipeline.planning import Planner, defers
 from fuseboard.pipeline.rewriting import Rewriter
-from fuseboard.pipeline.work import Draft, Work, claimed, describe_nodes, dynamo_site, placed
-from fuseboard.profile.choose.book import Book
+from fuseboard.pipeline.staged_graph import (
+    CutPlan,
+    StagedGraph,
+    claimed,
+    describe_nodes,
+    dynamo_site,
+    placed,
+)
 from fuseboard.profile.choose.candidates import Candidate
 from fuseboard.profile.choose.ranks import Decide, check_same, from_first, several_ranks
-from fuseboard.profile.choose.step import give_up
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.tuner import Tuner
+from fuseboard.profile.choose.whole_calls import give_up
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
 from fuseboard.report.nodes import describe_ends, describe_node
 from fuseboard.report.structured_trace import emit
-from fuseboard.run.entry import Entry
+from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.run.failure import CONTAINING, ask, describe, trip
 from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
@@ -69,7 +76,7 @@ class Record:
     :ivar overridden: where who decides a stage by the settings did so.
     """
 
-    work: Work
+    staged: StagedGraph
     runner: Runner
     decomposed: dict[str, GraphModule] = dataclasses.field(default_factory=dict)
     overridden: set[Decided] = dataclasses.field(default_factory=set)
@@ -96,20 +103,20 @@ class Pipeline:
         #: Dynamo's, real, as long as it waits for the backend.
         self.example_inputs: Sequence[Any] = ()
         #: Dynamo's graph, as long as it waits for the backend.
-        self.dynamos: GraphModule | None = None
+        self.dynamo_graph: GraphModule | None = None
         #: The grad mode of the calls.
         self.grads = torch.is_grad_enabled()
         #: Kind → the report of a graph that is chosen by measurement.
         self.chosen: dict[str, GraphReport] = {}
         #: Where the decision about whole calls is kept.
-        self.step_book: Book | None = None
+        self.whole_call_decision: StoredDecision | None = None
         #: Of the graphs that were compiled, in that order.
         self.runners: list[Runner] = []
         #: Where it is kept whether they compute what Dynamo's graph does, if measuring decides.
-        self.capture_book: Book | None = None
+        self.capture_decision: StoredDecision | None = None
         #: Of each graph, in that order, where another process is to have them; else None.
         self.records: list[Record] | None = None
-        # What tripped before there was a graph: told in the report of the first.
+        # What tripped before there was a graph: row in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
     def contain_at_capture(self, plugin: str, error: Exception) -> None:
@@ -150,7 +157,7 @@ class Pipeline:
         **keywords: Any,
     ) -> tuple[GraphModule, GraphModule]:
         """AOTAutograd's ``partition_fn``: fuse the joint graph, then split it."""
-        with compiling:
+        with compile_lock:
             report = self._report("joint")
             ledger.add(report)
             with report.timed("fuse"):
@@ -190,40 +197,40 @@ class Pipeline:
             self._tripped(report, plugin, "partition", error, "the default split")
             return split_joint(**arguments)
 
-    def compile(self, entry: Entry, kind: GraphKind) -> None:
+    def compile(self, captured: CapturedGraph, kind: GraphKind) -> None:
         """Let a forward, backward or inference graph's calls go to compiled code."""
-        with compiling:
+        with compile_lock:
             report = self._report(kind)
             try:
-                self._compile(entry, kind, report)
+                self._compile(captured, kind, report)
             finally:
                 ledger.add(report)
                 emit(report)
 
-    def _compile(self, entry: Entry, kind: GraphKind, report: GraphReport) -> None:
-        work = self._begin(entry.captured, kind, report)
+    def _compile(self, captured: CapturedGraph, kind: GraphKind, report: GraphReport) -> None:
+        staged = self._begin(captured.graph, kind, report)
         with report.timed("partition"), collection_paused():
-            plans = self.planner.plans(work)
-            drafts = [self._cut(work, plan) for plan in plans]
-        placed = dict(Counter(cut.backend for cut in drafts[0].cuts))
+            plans = self.planner.plans(staged)
+            cut_plans = [self._cut(staged, plan) for plan in plans]
+        placed = dict(Counter(cut.backend for cut in cut_plans[0].cuts))
         self._notify("plan", report, report.seconds["partition"], regions=placed)
-        static = work.roles.static if kind != "backward" else frozenset()
-        describe_ends(work.graph, static, report)
-        visible = work.roles.visible_outputs if kind == "forward" else None
-        kept = list(work.kept)
-        runner = Runner(work.graph, entry, kind, kept, self.session, report, visible)
+        static = staged.roles.static if kind != "backward" else frozenset()
+        describe_ends(staged.graph, static, report)
+        visible = staged.roles.visible_outputs if kind == "forward" else None
+        kept = list(staged.board_nodes)
+        runner = Runner(staged.graph, captured, kind, kept, self.session, report, visible)
         self.runners.append(runner)
         if self.records is not None:
-            self.records.append(Record(work, runner))
+            self.records.append(Record(staged, runner))
         with report.timed("lower"):
-            if len(drafts) == 1:
-                self._lower(work, drafts[0], runner)
+            if len(cut_plans) == 1:
+                self._lower(staged, cut_plans[0], runner)
             else:
-                self._tune(work, drafts, runner)
+                self._tune(staged, cut_plans, runner)
         total_s = sum(report.seconds.values())
         self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
 
-    def _begin(self, captured: GraphModule, kind: GraphKind, report: GraphReport) -> Work:
+    def _begin(self, captured: GraphModule, kind: GraphKind, report: GraphReport) -> StagedGraph:
         """Fuse the graph as a whole, and ask who wants what of it."""
         graph = copy_graph(captured)
         counter = self._fusion_counter()
@@ -237,13 +244,15 @@ class Pipeline:
             wishes = wanted.resolve(claims)
             report.notes.extend(wishes.notes)
         roles = torch_internals.input_roles()
-        untold = self._untold(len(graph.graph.find_nodes(op="placeholder")))
-        if kind == "inference" and roles.static & untold:
+        unversioned = self._unversioned(len(graph.graph.find_nodes(op="placeholder")))
+        if kind == "inference" and roles.static & unversioned:
             report.notes.append(
-                f"nothing is prepared from {len(roles.static & untold)} weights that are inference "
-                "tensors: these don't tell when they change"
+                f"nothing is prepared from {len(roles.static & unversioned)} weights that are "
+                "inference tensors: these don't tell when they change"
             )
-        return Work(graph, captured, kind, report, roles, counter, kept, claims, wishes, untold)
+        return StagedGraph(
+            graph, captured, kind, report, roles, counter, kept, claims, wishes, unversioned
+        )
 
     def _rewrite(
         self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
@@ -252,61 +261,65 @@ class Pipeline:
         self._notify("fuse", report, 0.0, offered=counter.offered)
         return graph
 
-    def _cut(self, work: Work, plan: Plan) -> Draft:
+    def _cut(self, staged: StagedGraph, plan: Plan) -> CutPlan:
         merge = self.session.settings.merge_regions
-        graph, kept = work.graph, list(work.kept)
-        return Draft(plan, cut_regions(graph, plan.placements, kept, plan.regions, merge))
+        graph, kept = staged.graph, list(staged.board_nodes)
+        return CutPlan(plan, cut_regions(graph, plan.placements, kept, plan.regions, merge))
 
-    def _lowering(self, work: Work, report: GraphReport, counter: FusionCounter) -> Lowering:
-        placeholders = work.graph.graph.find_nodes(op="placeholder")
-        fixed = work.fixed
+    def _lowering(
+        self, staged: StagedGraph, report: GraphReport, counter: FusionCounter
+    ) -> Lowering:
+        placeholders = staged.graph.graph.find_nodes(op="placeholder")
+        weight_positions = staged.weight_positions
         record = self.records[-1] if self.records else None
         return Lowering(
             session=self.session,
             report=report,
-            kind=work.kind,
-            static=frozenset(n for i, n in enumerate(placeholders) if i in fixed),
-            claimed={name: claimed(answers) for name, answers in work.claims.items()},
+            kind=staged.kind,
+            static=frozenset(n for i, n in enumerate(placeholders) if i in weight_positions),
+            claimed={name: claimed(answers) for name, answers in staged.claims.items()},
             counter=counter,
-            hoisting=self.session.settings.hoist and work.kind == "inference",
-            real=self._real_inputs(placeholders, fixed),
-            kept=record.decomposed if record is not None else None,
+            hoisting=self.session.settings.hoist and staged.kind == "inference",
+            real=self._real_inputs(placeholders, weight_positions),
+            decomposed=record.decomposed if record is not None else None,
             overridden=record.overridden if record is not None else set(),
         )
 
-    def _lower(self, work: Work, draft: Draft, runner: Runner) -> None:
+    def _lower(self, staged: StagedGraph, cut_plan: CutPlan, runner: Runner) -> None:
         """One plan: what fails is contained region by region."""
-        report = work.report
-        report.notes.extend(draft.plan.notes)
-        lowering = self._lowering(work, report, work.counter)
-        whole = len(draft.cuts) == 1
+        report = staged.report
+        report.notes.extend(cut_plan.plan.notes)
+        lowering = self._lowering(staged, report, staged.counter)
+        whole = len(cut_plan.cuts) == 1
         sites = [
             Site(cut, lowering.lower(cut, f"{report.name}.region{i}", whole))
-            for i, cut in enumerate(draft.cuts)
+            for i, cut in enumerate(cut_plan.cuts)
         ]
-        describe_nodes(work, draft.plan, sites)
+        describe_nodes(staged, cut_plan.plan, sites)
         if self.records is not None:
-            self.records[-1].plan = draft.plan
-        runner.install(Program(runner.board, sites))
+            self.records[-1].plan = cut_plan.plan
+        runner.install(Program(runner.context, sites))
 
-    def _tune(self, work: Work, drafts: Sequence[Draft], runner: Runner) -> None:
+    def _tune(self, staged: StagedGraph, cut_plans: Sequence[CutPlan], runner: Runner) -> None:
         """Several plans: measuring decides, or has decided before."""
-        session, report = self.session, work.report
+        session, report = self.session, staged.report
         plans: dict[Candidate, Plan] = {}
         wrapped = bool(session.with_hook("fuseboard_wrap"))
-        for draft in drafts:
-            told = CandidateReport(draft.name)
-            report.candidates.append(told)
-            candidate = Candidate(draft.cuts, self._strict_lowering(work), told)
-            if draft.name == "eager" and self.dynamos is not None and not wrapped:
-                candidate.given = dynamo_site(self.dynamos, self.example_inputs, work, self.grads)
-                if candidate.given is not None:
-                    runner.uncompiled = candidate.given.lowered.call
-            plans[candidate] = draft.plan
+        for cut_plan in cut_plans:
+            row = CandidateReport(cut_plan.name)
+            report.candidates.append(row)
+            candidate = Candidate(cut_plan.cuts, self._strict_lowering(staged), row)
+            if cut_plan.name == "eager" and self.dynamo_graph is not None and not wrapped:
+                candidate.dynamo_site = dynamo_site(
+                    self.dynamo_graph, self.example_inputs, staged, self.grads
+                )
+                if candidate.dynamo_site is not None:
+                    runner.uncompiled = candidate.dynamo_site.lowered.call
+            plans[candidate] = cut_plan.plan
         waiting = "no candidate has been compared yet"
         report.nodes[:] = [
             describe_node(node, "eager", "", waiting)
-            for node in work.graph.graph.nodes
+            for node in staged.graph.graph.nodes
             if node.op == "call_function"
         ]
         record = self.records[-1] if self.records is not None else None
@@ -316,47 +329,49 @@ class Pipeline:
             report.regions[:] = winner.regions
             if record is not None:
                 record.plan = plans[winner]
-            describe_nodes(work, plans[winner], winner.program.sites)
+            describe_nodes(staged, plans[winner], winner.program.sites)
 
-        mode = torch_internals.fake_mode_of([n.meta.get("val") for n in work.graph.graph.nodes])
-        book = Book.of(session, work.captured, work.kind, work.fixed, report)
-        self.chosen[work.kind] = report
-        whole = not wrapped and all(candidate.given is None for candidate in plans)
-        if work.kind == "forward" or (work.kind == "inference" and whole):
-            self.step_book = dataclasses.replace(book, level="step")
-        if work.kind != "backward":
-            self.capture_book = dataclasses.replace(book, level="capture")
-        decide = self._agreed(work, book) if several_ranks() else None
-        tuner = Tuner(runner, list(plans), work.fixed, mode, book, installed, decide)
-        tuner.start(defers=defers(session, work.graph))
+        mode = torch_internals.fake_mode_of([n.meta.get("val") for n in staged.graph.graph.nodes])
+        stored = StoredDecision.of(
+            session, staged.captured, staged.kind, staged.weight_positions, report
+        )
+        self.chosen[staged.kind] = report
+        whole = not wrapped and all(candidate.dynamo_site is None for candidate in plans)
+        if staged.kind == "forward" or (staged.kind == "inference" and whole):
+            self.whole_call_decision = dataclasses.replace(stored, level="step")
+        if staged.kind != "backward":
+            self.capture_decision = dataclasses.replace(stored, level="capture")
+        decide = self._agreed(staged, stored) if several_ranks() else None
+        tuner = Tuner(runner, list(plans), staged.weight_positions, mode, stored, installed, decide)
+        tuner.start(defers=defers(session, staged.graph))
 
-    def _strict_lowering(self, work: Work) -> Lowering:
+    def _strict_lowering(self, staged: StagedGraph) -> Lowering:
         """For one candidate: it numbers its fusions on from the graph's own."""
-        counter = dataclasses.replace(work.counter, applied=[])
-        own = dataclasses.replace(work.report, regions=[])
-        return dataclasses.replace(self._lowering(work, own, counter), strict=True)
+        counter = dataclasses.replace(staged.counter, applied=[])
+        own = dataclasses.replace(staged.report, regions=[])
+        return dataclasses.replace(self._lowering(staged, own, counter), strict=True)
 
-    def _agreed(self, work: Work, book: Book) -> Decide:
+    def _agreed(self, staged: StagedGraph, stored: StoredDecision) -> Decide:
         """How decisions are made in a job of several ranks: by rank 0.
 
         :raises RankError: another rank compiles another graph.
         """
-        what = f"{work.kind} graph of {self.frame}"
-        check_same(book.parts or {}, what)
+        what = f"{staged.kind} graph of {self.frame}"
+        check_same(stored.parts or {}, what)
         return partial(from_first, what=what)
 
     def _real_inputs(
-        self, placeholders: Sequence[Node], fixed: Collection[int]
+        self, placeholders: Sequence[Node], weight_positions: Collection[int]
     ) -> dict[Node, torch.Tensor]:
         """The real tensors behind some placeholders, where each of Dynamo's inputs is one."""
         real = self._inputs_of(len(placeholders))
         return {
             placeholders[i]: real[i]
-            for i in fixed
+            for i in weight_positions
             if i < len(real) and isinstance(real[i], torch.Tensor)
         }
 
-    def _untold(self, number: int) -> frozenset[int]:
+    def _unversioned(self, number: int) -> frozenset[int]:
         """Positions of the inputs that are inference tensors, as far as known."""
         return frozenset(
             i

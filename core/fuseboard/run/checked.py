@@ -20,7 +20,7 @@ from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
 from fuseboard.profile.judge.copies import Copies, Kept, Watch
-from fuseboard.profile.judge.parting import first_parting
+from fuseboard.profile.judge.divergence import first_divergence
 from fuseboard.profile.judge.reference import Reference, make_reference, replayable
 from fuseboard.profile.judge.replays import why_it_writes
 from fuseboard.profile.judge.verify import verify
@@ -36,7 +36,7 @@ CALL_LIMIT_S, CALL_LIMIT_FACTOR = 60.0, 20.0
 
 
 @dataclass
-class Proofs:
+class RegionChecks:
     """What checked functions hold regions against, and which code has passed.
 
     :ivar values: hold outputs against a float64 run of the region, where its code hasn't passed.
@@ -47,7 +47,7 @@ class Proofs:
     :ivar again: hold against all that also what has passed.
     :ivar passed: the code whose values were right; by ``id``, with the code, which keeps it alive.
     :ivar references: regions that several programs have in common are run once. None: kept nowhere.
-    :ivar kept: copies of the graph's inputs.
+    :ivar input_copies: copies of the graph's inputs.
     """
 
     values: bool = True
@@ -56,7 +56,7 @@ class Proofs:
     again: bool = False
     passed: dict[int, Any] = field(default_factory=dict)
     references: dict[Any, Reference | str] | None = None
-    kept: Kept | None = None
+    input_copies: Kept | None = None
 
 
 class CheckedRegion:
@@ -82,7 +82,7 @@ class CheckedRegion:
         expected: tuple[Any, ...],
         session: Session,
         report: GraphReport,
-        proofs: Proofs,
+        checks: RegionChecks,
         key: Any = None,
         lower_part: Callable[[GraphModule], Boxed] | None = None,
         inner: frozenset[int] = frozenset(),
@@ -96,7 +96,7 @@ class CheckedRegion:
         self._code = code
         self._session = session
         self._report = report
-        self._proofs = proofs
+        self._checks = checks
         self._expected = expected
         self._key = key
         self._lower_part = lower_part
@@ -124,24 +124,24 @@ class CheckedRegion:
             where = self._where(own) if verdict.by_value else ""
             raise self._broken(verdict.problem + where, verdict.by_value)
         if reference is not None:
-            self._proofs.passed[id(self._code)] = self._code
+            self._checks.passed[id(self._code)] = self._code
         if self._seen is not None:
             self._seen(result)
         return result
 
     @property
     def _has_passed(self) -> bool:
-        return id(self._code) in self._proofs.passed and not self._proofs.again
+        return id(self._code) in self._checks.passed and not self._checks.again
 
     def _result(self, args: list[Any], reference_s: float) -> Sequence[Any]:
         """
         :raises ContractError: it wrote to what it was given.
         """
-        graph, how = self._region.graph, self._proofs.inputs
+        graph, how = self._region.graph, self._checks.inputs
         if how == "unseen" or self._trusted or self._has_passed or why_it_writes(graph):
             return self._guarded(args, reference_s)
         whole = any("as_strided" in str(node.target) for node in graph.graph.nodes)
-        copies = Copies(args, self._prepared, whole, self._proofs.kept)
+        copies = Copies(args, self._prepared, whole, self._checks.input_copies)
         for number in copies.bare:
             self._note(f"{self._region.name}: whether it writes to input {number} isn't known")
         watch = Watch(copies) if how == "watched" else None
@@ -163,7 +163,7 @@ class CheckedRegion:
         if self._is_eager:
             return self._call(args)
         limit_s = self._session.settings.hook_limit_s
-        if self._proofs.values:
+        if self._checks.values:
             limit_s = min(limit_s, CALL_LIMIT_S + CALL_LIMIT_FACTOR * reference_s)
 
         def late() -> Exception:
@@ -173,7 +173,7 @@ class CheckedRegion:
 
         with StateGuard(CALL_PARTS) as state, deadline(limit_s, late):
             result = self._call(args)
-        if left := state.told("answers"):
+        if left := state.changed("answers"):
             raise self._broken(f"its call changed {left}, which was put back")
         return result
 
@@ -182,16 +182,16 @@ class CheckedRegion:
 
         Raises what eager raises on these inputs, which is the user's own error.
         """
-        proofs = self._proofs
-        if not proofs.values or self._is_eager or self._has_passed:
+        checks = self._checks
+        if not checks.values or self._is_eager or self._has_passed:
             return None
         known = None
-        if proofs.references is not None and self._key is not None:
-            known = proofs.references.get(self._key)
+        if checks.references is not None and self._key is not None:
+            known = checks.references.get(self._key)
         if known is None:
             known = replayable(self._region.graph) or self._run(self._region.graph, inputs)
-            if proofs.references is not None and self._key is not None:
-                proofs.references[self._key] = known
+            if checks.references is not None and self._key is not None:
+                checks.references[self._key] = known
         if isinstance(known, str):
             self._note(f"{self._region.name} isn't judged by value: {known}")
             return None
@@ -214,14 +214,20 @@ class CheckedRegion:
             return ""
         try:
             with torch_internals.real_tensors():
-                parting = first_parting(self._region.graph, inputs, lambda graph, _: lower(graph))
+                divergence = first_divergence(
+                    self._region.graph, inputs, lambda graph, _: lower(graph)
+                )
         except CONTAINED as error:  # the backend may do anything with a part
             return f". Where it parts from the right values isn't known: {describe(error)}"
-        if parting is None:
+        if divergence is None:
             return ". Compiled once more, it was right"
-        among = "" if parting.within == 1 else f" or one of the {parting.within - 1} ops before it"
-        source = f" ({parting.source})" if parting.source else ""
-        return f". The first op whose values are wrong: {parting.target}{source}{among}"
+        among = (
+            ""
+            if divergence.within == 1
+            else f" or one of the {divergence.within - 1} ops before it"
+        )
+        source = f" ({divergence.source})" if divergence.source else ""
+        return f". The first op whose values are wrong: {divergence.target}{source}{among}"
 
     def _note(self, text: str) -> None:
         if text not in self._report.notes:
@@ -247,7 +253,7 @@ class CheckedRegion:
         region, session, report = self._region, self._session, self._report
         arguments: dict[str, Any] = {
             "region": region,
-            "expected": self._expected if self._proofs.strides else self._laid_out_as(result),
+            "expected": self._expected if self._checks.strides else self._laid_out_as(result),
             "result": result,
             "inputs": inputs,
             "reference": reference,

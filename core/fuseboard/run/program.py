@@ -20,7 +20,7 @@ from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
-from fuseboard.run.checked import CheckedRegion, Proofs
+from fuseboard.run.checked import CheckedRegion, RegionChecks
 from fuseboard.run.codegen import Source
 from fuseboard.run.liveness import drops, needed_nodes
 from fuseboard.run.outputs import is_cheap, write_check, write_detour
@@ -35,15 +35,15 @@ _WEIGHTS_CHECK = (
 )
 
 #: In the place of a site's number: the call was made without prepared values.
-WITHOUT = -2
+UNPREPARED = -2
 
 
 @dataclass(frozen=True)
-class Board:
+class GraphContext:
     """What all programs of one graph share.
 
     :ivar graph: the graph as it was cut, without changes by any backend.
-    :ivar kept: the board's own nodes, in order.
+    :ivar board_nodes: the board's own nodes, in order.
     :ivar results: what the graph returns.
     :ivar bucket: an expression of ``args`` that tells like sizes from others; "" for static graphs.
     :ivar buckets: of the calls that were checked.
@@ -51,7 +51,7 @@ class Board:
 
     graph: GraphModule
     kind: GraphKind
-    kept: Sequence[Node]
+    board_nodes: Sequence[Node]
     results: tuple[Any, ...]
     session: Session
     report: GraphReport
@@ -81,7 +81,7 @@ class Handlers(Protocol):
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]: ...
 
-    def without(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]: ...
+    def run_unprepared(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]: ...
 
 
 class Program:
@@ -90,8 +90,8 @@ class Program:
     :ivar sets: None where nothing is hoisted.
     """
 
-    def __init__(self, board: Board, sites: list[Site]) -> None:
-        self.board = board
+    def __init__(self, context: GraphContext, sites: list[Site]) -> None:
+        self.context = context
         self.sites = sites
         self._weights: list[Node] = []
         self._first_value: dict[int, int] = {}
@@ -111,8 +111,8 @@ class Program:
             total += lowered.values
         if not functions:
             return None
-        prepare = Spanned(run_prepare(functions), f"prepare {self.board.report.name}")
-        return WeightSets.of(prepare, self.board.session.settings)
+        prepare = Spanned(run_prepare(functions), f"prepare {self.context.report.name}")
+        return WeightSets.of(prepare, self.context.session.settings)
 
     # --- the functions --------------------------------------------------------------------------
 
@@ -136,20 +136,20 @@ class Program:
             return looking
         return made(looks=False, looking=looking)
 
-    def checked(self, handlers: Handlers, cloned: frozenset[int], proofs: Proofs) -> Boxed:
+    def checked(self, handlers: Handlers, cloned: frozenset[int], checks: RegionChecks) -> Boxed:
         """What the first call runs."""
-        return self._contained(handlers, cloned, proofs)
+        return self._contained(handlers, cloned, checks)
 
-    def trial(self, proofs: Proofs | None) -> Boxed:
+    def trial(self, checks: RegionChecks | None) -> Boxed:
         """The program by itself: whatever is wrong is raised.
 
-        :param proofs: where outputs are to be checked.
+        :param checks: where outputs are to be checked.
         """
         source = Source()
-        name = source.unique(f"{self.board.report.name}_trial")
+        name = source.unique(f"{self.context.report.name}_trial")
         names, _ = self._open(source)
         self._write_weights_check(source, names, 1)
-        self._write_body(source, names, 1, proofs, contained=False, local="")
+        self._write_body(source, names, 1, checks, contained=False, local="")
         source.line(f"return {self._result(source, names, frozenset())}")
         source.spans.clear()  # it may be timed, and spans take time
         return source.function(name, "args")
@@ -158,15 +158,15 @@ class Program:
         self,
         handlers: Handlers,
         cloned: frozenset[int],
-        proofs: Proofs | None,
+        checks: RegionChecks | None,
         looks: bool = False,
         looking: Boxed | None = None,
     ) -> Boxed:
         source = Source()
-        name = source.unique(self.board.report.name)
+        name = source.unique(self.context.report.name)
         write_detour(source, looking)
-        checked = proofs is not None
-        contained = checked or self.board.kind != "backward"
+        checked = checks is not None
+        contained = checked or self.context.kind != "backward"
         if not checked:
             self._write_sizes_check(source, handlers)
         names, everything = self._open(source)
@@ -177,9 +177,11 @@ class Program:
             source.line(f"{random_state} = {source.bind(torch.get_rng_state, 'rng')}()")
         source.line(f"{site_local} = -1")
         source.line("try:")
-        without = "" if checked else self._without(source, handlers, site_local, everything)
-        self._write_weights_check(source, names, indent, without)
-        self._write_body(source, names, indent, proofs, contained, site_local, looks)
+        unprepared = (
+            "" if checked else self._unprepared_call(source, handlers, site_local, everything)
+        )
+        self._write_weights_check(source, names, indent, unprepared)
+        self._write_body(source, names, indent, checks, contained, site_local, looks)
         result = self._result(source, names, cloned)
         if checked:
             finish = source.bind(partial(handlers.finish, self), "finish")
@@ -199,7 +201,7 @@ class Program:
     def _open(self, source: Source) -> tuple[dict[Node, str], str]:
         """Unpack the inputs and name the constants; also all inputs as one text."""
         names: dict[Node, str] = {}
-        graph = self.board.graph
+        graph = self.context.graph
         placeholders = graph.graph.find_nodes(op="placeholder")
         for node in placeholders:
             names[node] = source.unique(node.name)
@@ -221,17 +223,17 @@ class Program:
             return False
         cut = self.sites[0].cut
         return (
-            cut.inputs == self.board.graph.graph.find_nodes(op="placeholder")
-            and tuple(cut.outputs) == self.board.results
+            cut.inputs == self.context.graph.graph.find_nodes(op="placeholder")
+            and tuple(cut.outputs) == self.context.results
             and len(self.sites[0].lowered.keeps) == len(cut.inputs)
         )
 
     def _passing(self, handlers: Handlers, looks: bool, looking: Boxed | None) -> Boxed:
         """The plain function where there is nothing to do but to call the region."""
         source = Source()
-        name = source.unique(self.board.report.name)
+        name = source.unique(self.context.report.name)
         write_detour(source, looking)
-        backward = self.board.kind == "backward"
+        backward = self.context.kind == "backward"
         region = source.bind_apart(self.sites[0].lowered.call, "region0")
         source.spans[region] = self.sites[0].span
         self._write_sizes_check(source, handlers)
@@ -260,25 +262,27 @@ class Program:
 
     def _write_sizes_check(self, source: Source, handlers: Handlers) -> None:
         """Check the first call of each new bucket of sizes."""
-        board = self.board
-        if board.bucket and board.session.settings.verify != "off":
+        context = self.context
+        if context.bucket and context.session.settings.verify != "off":
             checked = source.bind(partial(handlers.new_sizes, self), "new_sizes")
-            source.line(f"if {board.bucket} not in {source.bind(board.buckets, 'buckets')}:")
+            source.line(f"if {context.bucket} not in {source.bind(context.buckets, 'buckets')}:")
             source.line(f"return {checked}(args)", 2)
 
-    def _without(self, source: Source, handlers: Handlers, site_local: str, everything: str) -> str:
+    def _unprepared_call(
+        self, source: Source, handlers: Handlers, site_local: str, everything: str
+    ) -> str:
         """Statements that make the call without prepared values."""
         if self.sets is None:
             return ""
-        without = source.bind(partial(handlers.without, self.sets), "without")
-        return f"{site_local} = {WITHOUT}; return {without}([{everything}])"
+        unprepared = source.bind(partial(handlers.run_unprepared, self.sets), "run_unprepared")
+        return f"{site_local} = {UNPREPARED}; return {unprepared}([{everything}])"
 
     def _write_weights_check(
-        self, source: Source, names: dict[Node, str], indent: int, without: str = ""
+        self, source: Source, names: dict[Node, str], indent: int, unprepared: str = ""
     ) -> None:
         """Look up the prepared values.
 
-        :param without: what to do where it isn't worth preparing them; "" if they have to be.
+        :param unprepared: what to do where it isn't worth preparing them; "" if they have to be.
         """
         if self.sets is None:
             return
@@ -296,19 +300,19 @@ class Program:
         # Before the check: another thread, or the collector, may drop the entry at any moment.
         source.line(f"{self._values} = {entry}.values", indent)
         source.line(check, indent)
-        if not without:
+        if not unprepared:
             source.line(f"{self._values} = {sets}.find({weights})", indent + 1)
             return
         source.line(f"{self._values} = {sets}.find_if_worth({weights})", indent + 1)
         source.line(f"if {self._values} is None:", indent + 1)
-        source.line(without, indent + 2)
+        source.line(unprepared, indent + 2)
 
     def _write_body(
         self,
         source: Source,
         names: dict[Node, str],
         indent: int,
-        proofs: Proofs | None,
+        checks: RegionChecks | None,
         contained: bool,
         local: str,
         looks: bool = False,
@@ -317,9 +321,9 @@ class Program:
 
         :param local: the variable that tells how far the call came; "" for none.
         """
-        results = self.board.results
+        results = self.context.results
         returned = {node for site in self.sites for node in site.cut.outputs}
-        kept = [node for node in self.board.kept if node not in returned]
+        kept = [node for node in self.context.board_nodes if node not in returned]
         wanted = [value for value in results if value not in returned]
         steps: list[Site | Node] = [*self.sites, *needed_nodes(kept, wanted)]
         flow = [
@@ -336,7 +340,7 @@ class Program:
                 names[step] = source.unique(step.name)
                 source.line(f"{names[step]} = {source.call(step, names)}", indent)
             else:
-                self._write_site(source, names, indent, number, proofs, looks)
+                self._write_site(source, names, indent, number, checks, looks)
             gone = [names[node] for node in dropped[number] if node in names]
             if gone:
                 source.line(f"del {', '.join(gone)}", indent)
@@ -347,7 +351,7 @@ class Program:
         names: dict[Node, str],
         indent: int,
         number: int,
-        proofs: Proofs | None,
+        checks: RegionChecks | None,
         looks: bool,
     ) -> None:
         site = self.sites[number]
@@ -359,8 +363,8 @@ class Program:
             arguments += [f"{self._values}[{first + i}]" for i in range(lowered.values)]
         given = f"[{', '.join(arguments)}]"
         span: Callable[[], str] = site.span
-        if proofs is not None:
-            board, label = self.board, site.span()
+        if checks is not None:
+            context, label = self.context, site.span()
             expected = tuple(node.meta["val"] for node in site.cut.outputs)
             given_to_all = all(node.op == "placeholder" for node in site.cut.inputs)
             key = (*site.cut.inputs, None, *site.cut.outputs) if given_to_all else None
@@ -369,9 +373,9 @@ class Program:
                 Spanned(call, label),  # always: next to a check it takes no time
                 lowered.code,
                 expected,
-                board.session,
-                board.report,
-                proofs,
+                context.session,
+                context.report,
+                checks,
                 key,
                 lowered.lower_part,
                 self._inner_outputs(site.cut),
@@ -395,7 +399,7 @@ class Program:
 
     def _inner_outputs(self, cut: Cut) -> frozenset[int]:
         """Positions of a region's outputs that nothing but other regions reads."""
-        outside = {*self.board.results, *self.board.kept}
+        outside = {*self.context.results, *self.context.board_nodes}
         return frozenset(
             number
             for number, node in enumerate(cut.outputs)
@@ -404,7 +408,7 @@ class Program:
 
     def _result(self, source: Source, names: dict[Node, str], cloned: frozenset[int]) -> str:
         items = []
-        for number, value in enumerate(self.board.results):
+        for number, value in enumerate(self.context.results):
             text = source.literal(value, names)
             items.append(f"{text}.clone()" if number in cloned else text)
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -27,12 +27,12 @@ from fuseboard.profile.judge.verify import shares_storage
 from fuseboard.report.data import GraphReport
 from fuseboard.report.instead import choose_eager, graph_runs_in_eager, regions_run_in_eager
 from fuseboard.report.words import first
-from fuseboard.run.checked import Proofs
+from fuseboard.run.captured_graph import CapturedGraph
+from fuseboard.run.checked import RegionChecks
 from fuseboard.run.codegen import Source
 from fuseboard.run.eager import boxed_function
-from fuseboard.run.entry import Entry
 from fuseboard.run.failure import contained, describe, region_error, trip
-from fuseboard.run.program import WITHOUT, Board, Program
+from fuseboard.run.program import UNPREPARED, GraphContext, Program
 from fuseboard.run.sites import Lowered, Site
 from fuseboard.run.sizes import bucket_source
 from fuseboard.run.weights import WeightSets, any_version
@@ -43,10 +43,10 @@ class Runner:
     """Runs one graph.
 
     :param graph: the graph as it was cut, without changes by any backend.
-    :param entry: what AOTAutograd calls. The graph as captured runs in eager after a failure.
+    :param captured: what AOTAutograd calls. The graph as captured runs in eager after a failure.
     :param visible: how many leading outputs the caller sees.
-    :ivar program: what ``usual`` was generated from.
-    :ivar usual: what a call executes unless it is interrupted.
+    :ivar program: what ``uninterrupted`` was generated from.
+    :ivar uninterrupted: what a call executes unless it is interrupted.
     :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
     :ivar chooser: who still decides which program runs. Nothing else holds it while it waits for
         what is compiled elsewhere.
@@ -55,9 +55,9 @@ class Runner:
     def __init__(
         self,
         graph: GraphModule,
-        entry: Entry,
+        captured: CapturedGraph,
         kind: GraphKind,
-        kept: Sequence[Node],
+        board_nodes: Sequence[Node],
         session: Session,
         report: GraphReport,
         visible: int | None,
@@ -67,9 +67,9 @@ class Runner:
         self.lock = threading.RLock()
         results: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         bucket = bucket_source(graph.graph.find_nodes(op="placeholder"))
-        self.board = Board(graph, kind, kept, results, session, report, bucket)
+        self.context = GraphContext(graph, kind, board_nodes, results, session, report, bucket)
         self._bucket_of = _function_of_args(bucket)
-        self.entry = entry
+        self.captured = captured
         self._cloned: frozenset[int] = frozenset()
         self._visible = len(results) if visible is None else visible
         self._may_share = shared_outputs(results)
@@ -77,55 +77,55 @@ class Runner:
         self._instead: Boxed | None = None
         self._told_of_change = False
         self.chooser: object = None
-        self.uncompiled = entry.eager
+        self.uncompiled = captured.eager
         self._run(self.uncompiled)
 
-    def install(self, program: Program, proofs: Proofs | None = None) -> None:
+    def install(self, program: Program, checks: RegionChecks | None = None) -> None:
         """Run a program from the next call on, which is a checked one unless that is off.
 
-        :param proofs: what is known of its code already.
+        :param checks: what is known of its code already.
         """
         with self.lock:
             self.program = program
             if self.session.settings.verify == "off":
                 self._run(program.plain(self, self._cloned))
             else:
-                proofs = proofs or Proofs(again=self._every is not None)
-                self._run(program.checked(self, self._cloned, proofs))
+                checks = checks or RegionChecks(again=self._every is not None)
+                self._run(program.checked(self, self._cloned, checks))
 
     def interrupt(self, call: Boxed | None) -> None:
         """Let calls go to ``call`` instead, until it is taken back with None."""
         with self.lock:
             self._instead = call
-            self._run(self.usual)
+            self._run(self.uninterrupted)
 
     def _run(self, function: Boxed) -> None:
-        self.usual: Boxed = function
-        self.entry.put(self._instead or function)
+        self.uninterrupted: Boxed = function
+        self.captured.put(self._instead or function)
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]:
         """The first call of a new bucket of sizes: a checked one."""
-        proofs = Proofs(again=self._every is not None)
-        return program.checked(self, self._cloned, proofs)(args)
+        checks = RegionChecks(again=self._every is not None)
+        return program.checked(self, self._cloned, checks)(args)
 
-    def without(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:
+    def run_unprepared(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:
         """A call whose weights aren't prepared, and it isn't worth preparing them yet."""
         if not self._told_of_change:
             self._told_of_change = True
             takes = f"the {sets.prepare_s:.2g} s that preparing them again takes"
             self.report.notes.append(
                 f"weights are inference tensors, which tell no change: eager runs, to save {takes}"
-                if sets.untold
+                if sets.unversioned
                 else f"weights change between calls: eager runs until it has lost {takes}"
             )
         start = time.perf_counter()
         results: Sequence[Any] = Spanned(self.uncompiled, f"{self.report.name} [eager]")(inputs)
-        sets.without_s = time.perf_counter() - start
+        sets.unprepared_s = time.perf_counter() - start
         return results
 
     def eagers_results(self, inputs: list[Any]) -> Sequence[Any]:
         """What the caller gets from eager; nothing where eager can't be run beside a call."""
-        if replayable(self.entry.captured):
+        if replayable(self.captured.graph):
             return ()
         return self.uncompiled(list(inputs))[: self._visible]
 
@@ -135,7 +135,9 @@ class Runner:
         if self._every is None:
             self._run(plain)
             return
-        checked = self.program.checked(self, self._cloned, Proofs(inputs="watched", again=True))
+        checked = self.program.checked(
+            self, self._cloned, RegionChecks(inputs="watched", again=True)
+        )
         self._run(checked if self._every == 1 else _each(self._every, checked, plain))
 
     # --- when something is wrong ----------------------------------------------------------------
@@ -152,7 +154,7 @@ class Runner:
                     f"outputs {wrong} are cloned: the compiled code returned storage that eager's "
                     "results don't share"
                 )
-            self.board.buckets.add(self._bucket_of(inputs))
+            self.context.buckets.add(self._bucket_of(inputs))
             if program is self.program:  # else another thread has put one in its place
                 self._go_on()
         return tuple(r.clone() if i in wrong else r for i, r in enumerate(results))
@@ -172,12 +174,13 @@ class Runner:
 
         :param lowered: what the function that failed was built from; another thread may have
             replaced some of it since.
-        :param number: the site that was running; -1 for what comes before the first; ``WITHOUT``.
+        :param number: the site that was running; -1 for what comes before the first;
+            ``UNPREPARED``.
         """
-        if number == WITHOUT:
+        if number == UNPREPARED:
             raise error  # by eager: the user's own
         if number < 0 and self._admits_inference_tensors():
-            return self.entry.function(inputs)
+            return self.captured.function(inputs)
         if any(
             map(has_effects, (n for s in self.program.sites[: number + 1] for n in s.cut.nodes))
         ):
@@ -185,7 +188,7 @@ class Runner:
         if random_state is not None:
             torch.set_rng_state(random_state)
         try:
-            results = self.entry.eager(list(inputs))
+            results = self.captured.eager(list(inputs))
         except CONTAINED as users_own:
             raise users_own from None
         if isinstance(error, NotEnoughMemory) and number < 0:
@@ -224,7 +227,7 @@ class Runner:
         :param error: of the candidate that was chosen.
         """
         with self.lock:
-            self._run(self.entry.eager)
+            self._run(self.captured.eager)
             graph_runs_in_eager(self.report, why)
             choose_eager(self.report, why, describe(error) if error else "")
 
@@ -269,7 +272,7 @@ class Runner:
             names = {site.lowered.region.name for site in failed}
             regions_run_in_eager(self.report, names, f"{region.backend} tripped in a call")
             self.tell_what_tripped(error)
-            self.install(Program(self.board, sites))
+            self.install(Program(self.context, sites))
 
     def tell_what_tripped(self, error: BaseException | None = None) -> None:
         """Tell with the choice which of its regions run in eager since they failed in a call.
@@ -304,7 +307,9 @@ class Runner:
 
     def _failed_prepare(self, lowered: Sequence[Lowered], inputs: list[Any]) -> int:
         """The site whose prepare graph raises on these inputs; -1 if none does."""
-        values = dict(zip(self.board.graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        values = dict(
+            zip(self.context.graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        )
         for number, (site, code) in enumerate(zip(self.program.sites, lowered, strict=True)):
             if code.prepare is not None:
                 try:

@@ -60,19 +60,19 @@ _WORDS: dict[int, Any] = {
     8: ctypes.c_uint64,
 }
 
-Version = Callable[[torch.Tensor], "int | Untold"]
+Version = Callable[[torch.Tensor], "int | NoVersion"]
 
 version_of: Version = operator.attrgetter("_version")
 address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
-class Untold:
+class NoVersion:
     """The version of an inference tensor, which has none: unlike every other."""
 
 
-def any_version(weight: torch.Tensor) -> int | Untold:
+def any_version(weight: torch.Tensor) -> int | NoVersion:
     """The version of a tensor that may be an inference tensor."""
-    return Untold() if weight.is_inference() else weight._version
+    return NoVersion() if weight.is_inference() else weight._version
 
 
 class Samples:
@@ -110,14 +110,14 @@ def _group(size: int, addresses: Sequence[int]) -> tuple[Any, Any, bytes]:
     return memory, places, memory.take(places).tobytes()
 
 
-class Entry:
+class WeightSet:
     """What was prepared from one set of weights, and how to recognise that set."""
 
     __slots__ = ("__weakref__", "addresses", "made_at", "owners", "samples", "values", "versions")
 
     def __init__(
         self,
-        versions: tuple[int | Untold, ...] | None,
+        versions: tuple[int | NoVersion, ...] | None,
         addresses: tuple[int, ...],
         samples: Samples,
         values: tuple[Any, ...],
@@ -144,7 +144,7 @@ class Entry:
 class _Wait:
     """A set of weights that calls run without, until it is worth preparing."""
 
-    versions: tuple[int | Untold, ...]
+    versions: tuple[int | NoVersion, ...]
     lost_s: float = 0.0
 
 
@@ -154,9 +154,9 @@ class WeightSets:
     :ivar last: the entry that served the latest call; the generated code looks at it only.
     :ivar version_of: the quick function, until an inference tensor is met.
     :ivar prepare_s: what preparing takes, in seconds; 0 until it was done.
-    :ivar without_s: what a call without takes, in seconds; 0 while it isn't known.
+    :ivar unprepared_s: what a call without takes, in seconds; 0 while it isn't known.
     :ivar share: of that, what a call with prepared values saves.
-    :ivar untold: the last call without had inference tensors among its weights.
+    :ivar unversioned: the last call without had inference tensors among its weights.
     :param why_no_room: why nothing may be prepared from some weights at present; "" if it may.
     """
 
@@ -169,14 +169,14 @@ class WeightSets:
         self.last = _EMPTY
         self.version_of: Version = version_of
         self.prepare_s = 0.0
-        self.without_s = 0.0
+        self.unprepared_s = 0.0
         self.share = 1.0
-        self.untold = False
+        self.unversioned = False
         self._prepare = prepare
         self._limit = limit
         self._why_no_room = why_no_room
         self._patience = 1
-        self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, ...], WeightSet] = OrderedDict()
         self._waits: OrderedDict[tuple[int, ...], _Wait] = OrderedDict()
         self._lock = threading.RLock()
         _all_sets.add(self)
@@ -246,21 +246,21 @@ class WeightSets:
             self.last = entry
             return values
 
-    def _waits_on(self, addresses: tuple[int, ...], versions: tuple[int | Untold, ...]) -> bool:
+    def _waits_on(self, addresses: tuple[int, ...], versions: tuple[int | NoVersion, ...]) -> bool:
         """Whether calls with these weights haven't lost enough yet; notes what this one loses."""
         wait = self._waits.pop(addresses, None)
         if wait is None or wait.versions != versions:
             wait = _Wait(versions)
-        wait.lost_s += self.without_s * self.share
+        wait.lost_s += self.unprepared_s * self.share
         if wait.lost_s >= self.prepare_s * self._patience:
             return False
-        self.untold = any(isinstance(version, Untold) for version in versions)
+        self.unversioned = any(isinstance(version, NoVersion) for version in versions)
         self._waits[addresses] = wait
         while len(self._waits) > _WAITS:
             self._waits.popitem(last=False)
         return True
 
-    def _learn_patience(self, stale: Entry) -> None:
+    def _learn_patience(self, stale: WeightSet) -> None:
         """Wait for longer where values go stale before they have paid."""
         if stale.dropped:  # with its weights
             return
@@ -271,10 +271,10 @@ class WeightSets:
     def _make(
         self,
         weights: tuple[torch.Tensor, ...],
-        versions: tuple[int | Untold, ...],
+        versions: tuple[int | NoVersion, ...],
         addresses: tuple[int, ...],
-    ) -> Entry:
-        entry = Entry(versions, addresses, Samples(weights), ())
+    ) -> WeightSet:
+        entry = WeightSet(versions, addresses, Samples(weights), ())
         # The samples were read first: a write during the preparation makes the entry stale.
         start = time.perf_counter()
         entry.values = self._prepare(weights)
@@ -302,11 +302,11 @@ class WeightSets:
         return sum(not entry.dropped for entry in list(self._entries.values()))
 
 
-_EMPTY = Entry(None, (), Samples(()), ())
+_EMPTY = WeightSet(None, (), Samples(()), ())
 _all_sets: weakref.WeakSet[WeightSets] = weakref.WeakSet()
 
 
-def _dropper(entry: Entry) -> Callable[[Any], None]:
+def _dropper(entry: WeightSet) -> Callable[[Any], None]:
     reference = weakref.ref(entry)
 
     def drop(_: Any) -> None:

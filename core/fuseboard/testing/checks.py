@@ -54,7 +54,7 @@ class CheckResult:
         return self.verdict in ("wrong", "error")
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """The message, and how to see it again where the check failed; on one line."""
         if not self.failed:
             return self.message
@@ -84,7 +84,7 @@ class Check:
         """
         result = self.run()
         if result.verdict == "wrong":
-            raise AssertionError(f"{self.name} on {self.backend}: {result.told}") from result.error
+            raise AssertionError(f"{self.name} on {self.backend}: {result.text}") from result.error
         if result.error is not None:
             raise result.error
         return result

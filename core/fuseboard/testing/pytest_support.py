@@ -32,7 +32,7 @@ class ReportedCheck(Check):
                 pytrace=False,
             )
         if result.verdict == "wrong":
-            raise AssertionError(f"{self.backend}: {result.told}") from result.error
+            raise AssertionError(f"{self.backend}: {result.text}") from result.error
         if result.error is not None:
             raise result.error
         if result.verdict == "declined":

@@ -474,7 +474,7 @@ class StateGuard:
     def __exit__(self, *error: object) -> None:
         self.changes = put_back(self._before, self._parts)
 
-    def told(self, kind: Kind) -> str:
+    def changed(self, kind: Kind) -> str:
         """The changes of one kind as a part of a sentence; "" for none."""
         return "; ".join(str(change) for change in self.changes if change.part.kind == kind)
 

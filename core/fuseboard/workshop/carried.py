@@ -30,8 +30,8 @@ from fuseboard.pipeline.call import Compiled, GraphCall
 from fuseboard.pipeline.stages import Record, next_name
 from fuseboard.profile.choose.candidates import tell_what_preparing_gains
 from fuseboard.report.data import GraphReport
-from fuseboard.run.checked import Proofs
-from fuseboard.run.entry import BackwardEntry, Entry
+from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
+from fuseboard.run.checked import RegionChecks
 from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
@@ -44,8 +44,8 @@ class _CarriedGraph:
     """One graph that AOTAutograd captured, and how it was cut.
 
     :ivar fused: None where it is the captured one.
-    :ivar kept: names of the board's own nodes.
-    :ivar fixed: positions of inputs that are weights, unchanged until they tell otherwise.
+    :ivar board_nodes: names of the board's own nodes.
+    :ivar weight_positions: inputs that are weights, unchanged until they tell otherwise.
     :ivar visible: how many leading outputs the caller sees; None: all.
     :ivar runs_original: in eager it runs best as Dynamo has it.
     :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
@@ -57,10 +57,10 @@ class _CarriedGraph:
     entry: int
     captured: bytes
     fused: bytes | None
-    kept: tuple[str, ...]
+    board_nodes: tuple[str, ...]
     placements: dict[str, str]
     regions: tuple[tuple[str, ...], ...]
-    fixed: frozenset[int]
+    weight_positions: frozenset[int]
     visible: int | None
     runs_original: bool
     fusions_offered: int
@@ -108,9 +108,9 @@ def pack(compiled: Compiled) -> bytes:
     try:
         program = CarriedProgram(
             bundle=bundle_of(compiled.captured),
-            entries=tuple(entry.name for entry in call.entries),
-            backwards=tuple(isinstance(entry, BackwardEntry) for entry in call.entries),
-            graphs=tuple(_packed(record, call.entries) for record in records),
+            entries=tuple(entry.name for entry in call.captured_graphs),
+            backwards=tuple(isinstance(entry, CapturedBackward) for entry in call.captured_graphs),
+            graphs=tuple(_packed(record, call.captured_graphs) for record in records),
             mutated=call.mutated,
             count=call.input_count,
             autocast=call.autocast,
@@ -122,8 +122,8 @@ def pack(compiled: Compiled) -> bytes:
         raise NotCarried(f"{type(error).__name__}: {error}") from error
 
 
-def _packed(record: Record, entries: Sequence[Entry]) -> _CarriedGraph:
-    work, runner, plan = record.work, record.runner, record.plan
+def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
+    staged, runner, plan = record.staged, record.runner, record.plan
     if plan is None:
         raise NotCarried("one of its graphs has no plan")
     sites = runner.program.sites
@@ -131,22 +131,22 @@ def _packed(record: Record, entries: Sequence[Entry]) -> _CarriedGraph:
         raise NotCarried("a region of it runs in eager since it tripped")
     used = {site.lowered.region.signature for site in sites}
     return _CarriedGraph(
-        kind=work.kind,
-        entry=next(i for i, entry in enumerate(entries) if entry is runner.entry),
-        captured=_bytes_of(work.captured),
-        fused=None if _are_alike(work.captured, work.graph) else _bytes_of(work.graph),
-        kept=tuple(node.name for node in work.kept),
+        kind=staged.kind,
+        entry=next(i for i, entry in enumerate(entries) if entry is runner.captured),
+        captured=_bytes_of(staged.captured),
+        fused=None if _are_alike(staged.captured, staged.graph) else _bytes_of(staged.graph),
+        board_nodes=tuple(node.name for node in staged.board_nodes),
         placements=dict(plan.placements),
         regions=plan.regions,
-        fixed=work.fixed,
-        visible=work.roles.visible_outputs if work.kind == "forward" else None,
-        runs_original=runner.uncompiled is not runner.entry.eager,
-        fusions_offered=work.counter.offered,
+        weight_positions=staged.weight_positions,
+        visible=staged.roles.visible_outputs if staged.kind == "forward" else None,
+        runs_original=runner.uncompiled is not runner.captured.eager,
+        fusions_offered=staged.counter.offered,
         decomposed={
             name: _bytes_of(graph) for name, graph in record.decomposed.items() if name in used
         },
         overridden=frozenset(one for one in record.overridden if one[1] in used),
-        report=work.report,
+        report=staged.report,
     )
 
 
@@ -189,14 +189,14 @@ def unpack(
             raise NotCarried("its backward hasn't run where it was tried")
         captured = _graph_from(one.captured)
         name = carried.entries[number]
-        call.entries.append(
-            BackwardEntry(captured, name, call.note_backward)
+        call.captured_graphs.append(
+            CapturedBackward(captured, name, call.note_backward)
             if is_backward
-            else Entry(captured, name)
+            else CapturedGraph(captured, name)
         )
         with tracing_apart(()):  # as where it was tried: passes of torch's look for one
             _run(call, one, captured, inputs)
-    captured_run = from_bundle(carried.bundle, [entry.boxed() for entry in call.entries])
+    captured_run = from_bundle(carried.bundle, [entry.boxed() for entry in call.captured_graphs])
     run = call.watch_autocast(captured_run)
     return Compiled(call.unless_unfit(run, inputs), call, captured=captured_run)
 
@@ -209,10 +209,10 @@ def _run(
     call: GraphCall, carried: _CarriedGraph, captured: GraphModule, inputs: Sequence[Any]
 ) -> None:
     """Let the calls of the newest entry go to a program."""
-    session, settings, entry = call.session, call.session.settings, call.entries[-1]
+    session, settings, entry = call.session, call.session.settings, call.captured_graphs[-1]
     graph = captured if carried.fused is None else _graph_from(carried.fused)
     nodes = {node.name: node for node in graph.graph.nodes}
-    kept = [nodes[name] for name in carried.kept]
+    kept = [nodes[name] for name in carried.board_nodes]
     report = _as_ours(carried.report, call)
     runner = Runner(graph, entry, carried.kind, kept, session, report, carried.visible)
     if carried.runs_original:
@@ -223,7 +223,7 @@ def _run(
         session=session,
         report=report,
         kind=carried.kind,
-        static=frozenset(n for i, n in enumerate(placeholders) if i in carried.fixed),
+        static=frozenset(n for i, n in enumerate(placeholders) if i in carried.weight_positions),
         claimed={info.name: frozenset() for info in session.backends},
         counter=FusionCounter(
             settings.fuse_limit, frozenset(settings.fuse_skip), carried.fusions_offered
@@ -241,11 +241,11 @@ def _run(
             Site(cut, lowering.lower(cut, f"{report.name}.region{i}", len(cuts) == 1))
             for i, cut in enumerate(cuts)
         ]
-    program = Program(runner.board, sites)
+    program = Program(runner.context, sites)
     tell_what_preparing_gains(program.sets, report.candidates, settings.margin)
     again = settings.verify_every is not None
     inputs_are: Any = "watched" if again else "unseen"
-    runner.install(program, Proofs(False, strides=False, inputs=inputs_are, again=again))
+    runner.install(program, RegionChecks(False, strides=False, inputs=inputs_are, again=again))
 
 
 def _as_ours(report: GraphReport, call: GraphCall) -> GraphReport:
@@ -266,4 +266,4 @@ def _real_inputs(
 ) -> dict[Node, torch.Tensor]:
     if carried.kind == "backward" or len(placeholders) != len(inputs):
         return {}
-    return {placeholders[i]: inputs[i] for i in carried.fixed if i < len(inputs)}
+    return {placeholders[i]: inputs[i] for i in carried.weight_positions if i < len(inputs)}

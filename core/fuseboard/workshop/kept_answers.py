@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.lower.artifacts import Key, Store, store_at
-from fuseboard.profile.choose.book import Book
-from fuseboard.profile.choose.step import COMPILED, EAGER
+from fuseboard.profile.choose.stored_decision import StoredDecision
+from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.workshop.kept_call import KeptCall
 from fuseboard.workshop.request import Answer
@@ -21,8 +21,8 @@ from fuseboard.workshop.request import Answer
 class KeptAnswers:
     """The answer about one graph: the winner in the cost database, the program in the cache."""
 
-    def __init__(self, book: Book, store: Store) -> None:
-        self._book = book
+    def __init__(self, stored: StoredDecision, store: Store) -> None:
+        self._stored = stored
         self._store = store
 
     @classmethod
@@ -41,16 +41,18 @@ class KeptAnswers:
         :param inputs: of ``call``.
         :param static: positions of those that are parameters or buffers.
         """
-        book = Book.of_dynamos(session, graph, report, inputs, static, call.described())
+        stored = StoredDecision.of_dynamo_graph(
+            session, graph, report, inputs, static, call.described()
+        )
         settings = session.settings
-        return cls(book, store_at(settings.cache_dir, settings.cache_size_mb))
+        return cls(stored, store_at(settings.cache_dir, settings.cache_size_mb))
 
     def find(self) -> Answer | None:
         """What an earlier process was answered; None where none was, or the program is gone."""
-        decision = self._book.find()
-        if decision is None or self._book.parts is None:
+        decision = self._stored.find()
+        if decision is None or self._stored.parts is None:
             return None
-        found = self._store.find(Key(self._book.parts), lambda artifact: True)
+        found = self._store.find(Key(self._stored.parts), lambda artifact: True)
         if decision.winner == EAGER:
             reports = pickle.loads(found.data) if found is not None else ()
             return Answer(dynamo_wins=True, reports=reports if isinstance(reports, tuple) else ())
@@ -58,13 +60,13 @@ class KeptAnswers:
 
     def keep(self, answer: Answer) -> str:
         """Keep an answer. Returns why it can't be kept, or ""."""
-        if self._book.parts is None or answer.problem:
+        if self._stored.parts is None or answer.problem:
             return ""
         data = pickle.dumps(answer.reports) if answer.dynamo_wins else answer.program
         if data is None:
             return ""
-        if problem := self._store.put(Key(self._book.parts), data, {"guards": []}):
+        if problem := self._store.put(Key(self._stored.parts), data, {"guards": []}):
             return problem
         winner = EAGER if answer.dynamo_wins else COMPILED
-        self._book.record(winner, [CandidateReport(winner, "chosen")], settled=True)
+        self._stored.record(winner, [CandidateReport(winner, "chosen")], settled=True)
         return ""

@@ -30,7 +30,7 @@ from fuseboard.lower import background
 from fuseboard.lower.caching import Deferred
 from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.pipeline.stages import call_numbers, next_name
-from fuseboard.profile.choose.step import COMPILED, EAGER, tell_dynamos_runs
+from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, note_dynamo_runs
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.failure import describe
@@ -162,7 +162,7 @@ class Life:
                     self._compile_on(inputs)
                 if self._compiled is None:
                     return self.settled
-                make_call = self._compiled.capture().calls_of(inputs, self._route.run)
+                make_call = self._compiled.capture_check().calls_of(inputs, self._route.run)
                 for _ in range(_TRIAL_CALLS):
                     make_call()
                     if self.settled:
@@ -423,7 +423,7 @@ class Life:
         if compiled.is_dynamos or not compiled.is_decided():
             return ""
         try:
-            return compiled.capture().difference_as_it_runs(inputs)
+            return compiled.capture_check().difference_as_it_runs(inputs)
         except CannotCompare as why:
             note = f"not called before a call of the user's: {why}"
             compiled.runners[0].report.notes.append(note)
@@ -461,7 +461,7 @@ class Life:
             f"{eager_us:.4g} us as Dynamo's own graph"
         )
         if winner == 0:
-            tell_dynamos_runs(
+            note_dynamo_runs(
                 "inference", {COMPILED: compiled_us, EAGER: eager_us}, compiled.runners
             )
             if self._answers is not None:

@@ -79,7 +79,7 @@ def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[Graph
     if compiled.is_dynamos:
         return Answer(dynamo_wins=True, reports=tuple(reports))
     try:
-        make_call = compiled.capture().calls_of(inputs)
+        make_call = compiled.capture_check().calls_of(inputs)
     except CannotCompare as why:
         return Answer(problem=f"its calls can't be made again: {why}", only_here=True)
     for _ in range(_CALLS):

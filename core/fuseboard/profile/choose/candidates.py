@@ -14,7 +14,7 @@ from fuseboard.partition.regions import Cut
 from fuseboard.profile.costs.database import CandidateCost
 from fuseboard.report.data import CandidateReport, RegionReport
 from fuseboard.report.nodes import source_line
-from fuseboard.run.program import Board, Program
+from fuseboard.run.program import GraphContext, Program
 from fuseboard.run.sites import Site
 from fuseboard.run.weights import WeightSets
 from fuseboard.torch_api.nodes import target_name
@@ -25,29 +25,29 @@ class Candidate:
     """A plan's regions, and what became of them.
 
     :ivar lowering: strict; its report is this candidate's own.
-    :ivar told: its row in the graph's report.
+    :ivar row: its row in the graph's report.
     :ivar waiting: what is to be compiled before it can be lowered.
     :ivar postponed: it is to be lowered in this process, by a later call.
     :ivar program: None until it is lowered, and again once it has lost.
     :ivar proven: its outputs were right, in this process or an earlier one.
     :ivar undecided: it is out in this process, for nothing that later ones should go by.
-    :ivar given: its code, where nothing has to be lowered.
+    :ivar dynamo_site: its code, where nothing has to be lowered.
     """
 
     cuts: list[Cut]
     lowering: Lowering
-    told: CandidateReport
+    row: CandidateReport
     waiting: set[Token] = field(default_factory=set)
     ready: dict[Token, Result] = field(default_factory=dict)
     postponed: bool = False
     program: Program | None = None
     proven: bool = False
     undecided: bool = False
-    given: Site | None = None
+    dynamo_site: Site | None = None
 
     @property
     def name(self) -> str:
-        return self.told.name
+        return self.row.name
 
     @property
     def regions(self) -> list[RegionReport]:
@@ -56,7 +56,7 @@ class Candidate:
     @property
     def out(self) -> bool:
         """It can't be chosen any more."""
-        lost = self.told.state in ("failed", "slower") or bool(self.told.problem)
+        lost = self.row.state in ("failed", "slower") or bool(self.row.problem)
         return lost and self.program is None
 
     @property
@@ -72,14 +72,14 @@ class Candidate:
         sets = self.program.sets if self.program is not None else None
         return sets is not None and len(sets) > 0
 
-    def lower(self, board: Board, defers: bool) -> list[Deferred]:
+    def lower(self, context: GraphContext, defers: bool) -> list[Deferred]:
         """Lower the regions; what has to be compiled elsewhere first, where something has to.
 
         Raises what the backends raise, or :class:`RegionError` of a wrapper.
         """
-        if self.given is not None:
-            self.regions[:] = [described(self.given)]
-            self.program = Program(board, [self.given])
+        if self.dynamo_site is not None:
+            self.regions[:] = [described(self.dynamo_site)]
+            self.program = Program(context, [self.dynamo_site])
             return []
         start = time.perf_counter()
         self.lowering.defers, self.lowering.ready = defers, self.ready
@@ -87,7 +87,7 @@ class Candidate:
         sites: list[Site] = []
         deferred: list[Deferred] = []
         for number, cut in enumerate(self.cuts):
-            name = f"{board.report.name}.region{number}"
+            name = f"{context.report.name}.region{number}"
             try:
                 sites.append(Site(cut, self.lowering.lower(cut, name, len(self.cuts) == 1)))
             except Deferred as later:
@@ -102,8 +102,8 @@ class Candidate:
             self.waiting.clear()
             deferred.clear()
         elif not self.waiting:
-            self.program, self.postponed = Program(board, sites), False
-        self.told.compile_s = (self.told.compile_s or 0.0) + time.perf_counter() - start
+            self.program, self.postponed = Program(context, sites), False
+        self.row.compile_s = (self.row.compile_s or 0.0) + time.perf_counter() - start
         return deferred
 
     def recall(self, cost: CandidateCost, lost: bool, settled: bool) -> None:
@@ -111,19 +111,19 @@ class Candidate:
 
         :param lost: it wasn't chosen; tried it was, or need not be where all is settled.
         """
-        told = self.told
-        told.latency_us, told.low_us, told.high_us = cost.latency_us, cost.low_us, cost.high_us
-        told.peak_bytes = cost.peak_bytes
+        row = self.row
+        row.latency_us, row.low_us, row.high_us = cost.latency_us, cost.low_us, cost.high_us
+        row.peak_bytes = cost.peak_bytes
         if lost and (cost.latency_us or settled):
             self.drop("failed" if cost.problem else "slower", cost.problem)
 
     def drop(self, state: str, problem: str = "") -> None:
         """Let go of what was lowered."""
-        if self.told.problem and not problem:  # it failed in a call since it was chosen
-            state, problem = "failed", self.told.problem
-        self.told.state, self.told.problem = state, problem
-        self.told.notes[:] = dict.fromkeys(note for one in self.regions for note in one.notes)
-        self.program = self.given = None
+        if self.row.problem and not problem:  # it failed in a call since it was chosen
+            state, problem = "failed", self.row.problem
+        self.row.state, self.row.problem = state, problem
+        self.row.notes[:] = dict.fromkeys(note for one in self.regions for note in one.notes)
+        self.program = self.dynamo_site = None
         self.postponed = False
         self.ready.clear()
         self.waiting.clear()
@@ -143,7 +143,7 @@ def tell_what_preparing_gains(
     eagers_us = next((row.latency_us for row in rows if row.name == "eager"), None)
     if eagers_us:
         sets.share = max(1 - winner.latency_us / eagers_us, margin)
-        sets.without_s = 1e-6 * eagers_us
+        sets.unprepared_s = 1e-6 * eagers_us
 
 
 def described(site: Site) -> RegionReport:

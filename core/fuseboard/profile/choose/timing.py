@@ -17,7 +17,7 @@ from fuseboard.profile.choose.measure import measure_calls
 from fuseboard.profile.choose.winner import note_times
 from fuseboard.profile.judge.copies import Kept, Seal, Watch, memory_of
 from fuseboard.report.data import GraphReport
-from fuseboard.run.checked import Proofs
+from fuseboard.run.checked import RegionChecks
 from fuseboard.run.failure import decide, trip
 from fuseboard.torch_api.allocator import peak_bytes
 from fuseboard.torch_api.state import CALL_PARTS, StateGuard
@@ -79,7 +79,7 @@ class Timing:
         finally:
             if watch is not None:
                 written = watch.undo()
-        if state.told("answers"):
+        if state.changed("answers"):
             errors.update(_changing(calls))
         for candidate, own in seals.items():
             if any(seal.is_broken() for seal in own):
@@ -92,7 +92,7 @@ class Timing:
             return times, {**more, **errors}
         times = {candidate: one for candidate, one in times.items() if candidate not in errors}
         self._comparisons += 1
-        told = [(candidate.told, one) for candidate, one in times.items()]
+        told = [(candidate.row, one) for candidate, one in times.items()]
         note_times(told, self._comparisons, self._report.candidates)
         return times, errors
 
@@ -121,8 +121,8 @@ class Timing:
         suspects = [candidate for candidate in candidates if candidate.authors]
         for candidate in suspects:
             assert candidate.program is not None
-            proofs = Proofs(values=False, strides=False, again=True, kept=kept)
-            trial = candidate.program.trial(proofs)
+            checks = RegionChecks(values=False, strides=False, again=True, input_copies=kept)
+            trial = candidate.program.trial(checks)
             try:
                 for _ in range(_TRIES):
                     trial(list(inputs))
@@ -158,10 +158,10 @@ class Timing:
         device = next((v.device for v in inputs if isinstance(v, torch.Tensor) and v.is_cuda), _CPU)
         left_s = self._session.settings.measure_s
         for candidate, one in times.items():
-            if candidate.told.peak_bytes is None:
+            if candidate.row.peak_bytes is None:
                 left_s -= 1e-6 * one.latency_us
                 if left_s > 0:
-                    candidate.told.peak_bytes = peak_bytes(calls[candidate], device)
+                    candidate.row.peak_bytes = peak_bytes(calls[candidate], device)
 
 
 def _changing(calls: Mapping[Candidate, Callable[[], Any]]) -> dict[Candidate, BaseException]:
@@ -170,7 +170,7 @@ def _changing(calls: Mapping[Candidate, Callable[[], Any]]) -> dict[Candidate, B
     for candidate, call in calls.items():
         with StateGuard(CALL_PARTS) as state:
             call()
-        if left := state.told("answers"):
+        if left := state.changed("answers"):
             found[candidate] = ContractError(
                 _backend_of(candidate),
                 "fuseboard_lower",

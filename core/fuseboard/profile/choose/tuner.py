@@ -21,18 +21,18 @@ from fuseboard.errors import CONTAINED, LoweringError, NotEnoughMemory, RegionEr
 from fuseboard.lower import background
 from fuseboard.lower.caching import Token
 from fuseboard.lower.isolated import Result
-from fuseboard.lower.specialise import compiling
-from fuseboard.profile.choose.book import Book
+from fuseboard.lower.specialise import compile_lock
 from fuseboard.profile.choose.candidates import Candidate, tell_what_preparing_gains
 from fuseboard.profile.choose.layouts import Layouts
 from fuseboard.profile.choose.ranks import Decide, here
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.timing import Timing
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import Decision
 from fuseboard.profile.judge.copies import Kept
 from fuseboard.profile.judge.replays import generators_put_back
 from fuseboard.report.structured_trace import emit
-from fuseboard.run.checked import Proofs
+from fuseboard.run.checked import RegionChecks
 from fuseboard.run.failure import CONTAINING, ask, decide, describe, trip
 from fuseboard.run.kept_inputs import KeptInputs
 from fuseboard.run.runner import Runner
@@ -50,7 +50,7 @@ class Tuner:
     :param candidates: in order of preference; at least one.
     :param static: positions of inputs that are parameters or buffers.
     :param mode: the fake mode that the graph was captured under.
-    :param book: where decisions are kept.
+    :param stored: where decisions are kept.
     :param installed: is told of each winner.
     :param decide: answers what a function does, or what it did on another rank.
     """
@@ -61,7 +61,7 @@ class Tuner:
         candidates: Sequence[Candidate],
         static: Collection[int],
         mode: Any,
-        book: Book,
+        stored: StoredDecision,
         installed: Callable[[Candidate], None],
         decide: Decide | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Tuner:
         self._candidates = list(candidates)
         self._static = static
         self._mode = mode
-        self._book = book
+        self._stored = stored
         self._installed = installed
         self._decide = decide or here
         self._session: Session = runner.session
@@ -105,7 +105,7 @@ class Tuner:
 
         :param defers: what takes long is compiled in the background.
         """
-        for candidate in self._left(self._decide(self._book.find)):
+        for candidate in self._left(self._decide(self._stored.find)):
             self._lower(candidate, defers=defers and self._takes_long(candidate))
             if candidate.program is not None:
                 self._due.append(candidate)
@@ -146,14 +146,14 @@ class Tuner:
     def _lower(self, candidate: Candidate, defers: bool) -> bool:
         """Whether a candidate is lowered now; what it waits for is sent to be compiled."""
         try:
-            deferred = candidate.lower(self._runner.board, defers)
+            deferred = candidate.lower(self._runner.context, defers)
         except RegionError:  # a wrapper's; the policy is to raise
             raise
         except CONTAINED as error:  # a plugin may raise anything; the policy decides
             self._failed(candidate, "lower", error)
             return False
         if candidate.waiting or candidate.postponed:
-            candidate.told.state = "waiting"
+            candidate.row.state = "waiting"
         for later in deferred:  # those without a request are postponed
             background.compile_for(self, candidate, later, self._session.settings)
         return candidate.program is not None
@@ -164,7 +164,7 @@ class Tuner:
         """In the worker's thread: note a result; the next call compares what is complete."""
         with self._lock:  # a comparison that is under way ends first
             candidate.ready[token] = result
-            candidate.told.compile_s = (candidate.told.compile_s or 0.0) + seconds
+            candidate.row.compile_s = (candidate.row.compile_s or 0.0) + seconds
             candidate.waiting.discard(token)
             if not candidate.waiting and not candidate.out:
                 self._due.append(candidate)
@@ -193,11 +193,11 @@ class Tuner:
                     self._runner.interrupt(None)
                     self._compare(inputs)  # what is tried last
                 if self._chosen is None:
-                    return self._runner.entry.eager(inputs)  # the user's own error, most likely
+                    return self._runner.captured.eager(inputs)  # the user's own error, most likely
                 self._kept.keep(inputs, self._static, self._limit_bytes())
             if self.settled:
                 self._kept.clear()
-        return self._runner.usual(inputs)
+        return self._runner.uninterrupted(inputs)
 
     def settle(self) -> bool:
         """Compare what is due on the inputs that were kept; False where there are none."""
@@ -234,11 +234,13 @@ class Tuner:
         self._crowded = []
         order = [c for c in self._candidates if c in due or c is self._chosen]
         kept = Kept(inputs)
-        proofs = Proofs(self._session.settings.verify != "off", references={}, kept=kept)
+        checks = RegionChecks(
+            self._session.settings.verify != "off", references={}, input_copies=kept
+        )
         layouts = Layouts(self._runner, inputs)
         profiling = self._report.timed("profile")
         with (
-            compiling,
+            compile_lock,
             StateGuard(),
             compiling_in_a_call(self._mode),
             generators_put_back(),
@@ -248,7 +250,7 @@ class Tuner:
             for candidate in order:
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
-                if not candidate.proven and not self._verify(candidate, inputs, proofs, layouts):
+                if not candidate.proven and not self._verify(candidate, inputs, checks, layouts):
                     if candidate not in self._crowded and not candidate.out:  # eager raises as well
                         self._due = due
                         self._runner.interrupt(self._call)
@@ -257,7 +259,7 @@ class Tuner:
                 if self._chosen is None:
                     self._install(candidate)  # if the user interrupts, there is something to run
             right = [candidate for candidate in order if candidate.proven and not candidate.out]
-            proofs.references = None
+            checks.references = None
             winner = self._winner(right, inputs, kept)
         self._due = self._crowded
         if winner is None:
@@ -276,7 +278,7 @@ class Tuner:
             self._report.notes.append("chosen under a profiler: later processes choose again")
         else:
             undecided = {c.name for c in self._candidates if c.undecided}
-            self._book.record(winner.name, self._report.candidates, self.settled, undecided)
+            self._stored.record(winner.name, self._report.candidates, self.settled, undecided)
         emit(self._report)
 
     def _winner(self, right: list[Candidate], inputs: list[Any], kept: Kept) -> Candidate | None:
@@ -294,7 +296,7 @@ class Tuner:
         return found or (right[0] if right and chosen else None)
 
     def _verify(
-        self, candidate: Candidate, inputs: list[Any], proofs: Proofs, layouts: Layouts
+        self, candidate: Candidate, inputs: list[Any], checks: RegionChecks, layouts: Layouts
     ) -> bool:
         """Whether a candidate keeps its contract and computes the right values."""
         assert candidate.program is not None
@@ -303,10 +305,10 @@ class Tuner:
         if sets is not None and any(tensor.is_inference() for tensor in tensors):
             sets.version_of = any_version
         if self._session.settings.verify == "off":
-            proofs = Proofs(values=False, kept=proofs.kept)
+            checks = RegionChecks(values=False, input_copies=checks.input_copies)
         try:
-            results = candidate.program.trial(proofs)(list(inputs))
-            if proofs.values and len(candidate.cuts) > 1:
+            results = candidate.program.trial(checks)(list(inputs))
+            if checks.values and len(candidate.cuts) > 1:
                 layouts.check(candidate, results)
         except NotEnoughMemory as error:
             if any(c.holds_weights for c in self._candidates if c is not self._chosen):
@@ -316,11 +318,11 @@ class Tuner:
             return False
         except CONTAINED as error:  # compiled code may raise anything
             try:
-                self._runner.entry.eager(list(inputs))
+                self._runner.captured.eager(list(inputs))
             except CONTAINED:  # eager raises as well: the user's own error, raised by the call
                 return False
-            if candidate.given is not None:
-                return self._without_dynamo_graph(candidate, inputs, proofs, layouts, error)
+            if candidate.dynamo_site is not None:
+                return self._without_dynamo_graph(candidate, inputs, checks, layouts, error)
             self._failed(candidate, "profile", error)
             return False
         candidate.proven = True
@@ -330,7 +332,7 @@ class Tuner:
         self,
         candidate: Candidate,
         inputs: list[Any],
-        proofs: Proofs,
+        checks: RegionChecks,
         layouts: Layouts,
         error: BaseException,
     ) -> bool:
@@ -343,10 +345,10 @@ class Tuner:
             self._failed(candidate, "profile", error)
         instead = "the graph as captured, op by op"
         trip(self._report, "eager", "profile", self.name, error, instead)
-        candidate.given = candidate.program = None
-        self._runner.uncompiled = self._runner.entry.eager
+        candidate.dynamo_site = candidate.program = None
+        self._runner.uncompiled = self._runner.captured.eager
         return self._lower(candidate, defers=False) and self._verify(
-            candidate, inputs, proofs, layouts
+            candidate, inputs, checks, layouts
         )
 
     def _fastest(self, right: list[Candidate], inputs: list[Any], kept: Kept) -> Candidate | None:
@@ -365,16 +367,16 @@ class Tuner:
         assert candidate.program is not None
         self._chosen = candidate
         for other in self._candidates:
-            if other.told.state == "chosen":
-                other.told.state = "slower"
-        candidate.told.state = "chosen"
-        rows = [each.told for each in self._candidates]
+            if other.row.state == "chosen":
+                other.row.state = "slower"
+        candidate.row.state = "chosen"
+        rows = [each.row for each in self._candidates]
         tell_what_preparing_gains(candidate.program.sets, rows, self._session.settings.margin)
         every = self._session.settings.verify_every
         again = every is not None
         inputs: Any = "watched" if again else "unseen"
-        proofs = Proofs(False, strides=not candidate.proven, inputs=inputs, again=again)
-        self._runner.install(candidate.program, proofs)
+        checks = RegionChecks(False, strides=not candidate.proven, inputs=inputs, again=again)
+        self._runner.install(candidate.program, checks)
         self._tell_whether_settled()
         self._report.instead = ""
         self._installed(candidate)
@@ -396,8 +398,8 @@ class Tuner:
         :raises RegionError: the policy is to raise.
         """
         others = [c.name for c in self._candidates if c is not candidate and not c.out]
-        if candidate.given is not None:
-            self._runner.uncompiled = self._runner.entry.eager
+        if candidate.dynamo_site is not None:
+            self._runner.uncompiled = self._runner.captured.eager
         instead = "eager" if others in ([], ["eager"]) else "the other candidates"
         plugin = getattr(error, "plugin", "") or candidate.cuts[0].backend
         candidate.undecided = isinstance(error, LoweringError) and not error.for_good

@@ -1,4 +1,4 @@
-"""The rule by which measurements decide, and what reports are told of them."""
+"""The rule by which measurements decide, and what reports are row of them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def note_times(
     :param rows: all of the graph's candidates.
     """
     scale = None
-    for told, found in timed:
-        if told.latency_us and found.latency_us:
-            scale = found.latency_us / told.latency_us
+    for row, found in timed:
+        if row.latency_us and found.latency_us:
+            scale = found.latency_us / row.latency_us
             break
-    now = {id(told) for told, _ in timed}
-    for told in rows:
-        if id(told) not in now:
-            told.scale_times(scale)
-    for told, found in timed:
-        told.latency_us, told.low_us, told.high_us = found.latency_us, found.low_us, found.high_us
-        told.comparison = comparison
+    now = {id(row) for row, _ in timed}
+    for row in rows:
+        if id(row) not in now:
+            row.scale_times(scale)
+    for row, found in timed:
+        row.latency_us, row.low_us, row.high_us = found.latency_us, found.low_us, found.high_us
+        row.comparison = comparison

@@ -62,7 +62,7 @@ class Missing:
 class Way(Protocol):
     """A way to run a graph: what becomes of inputs and constants, of ops, of outputs."""
 
-    def given(self, node: Node, value: Any) -> Any:
+    def input(self, node: Node, value: Any) -> Any:
         """An input or a constant."""
 
     def call(self, node: Node, values: Mapping[Node, Any], owner: GraphModule) -> Any:
@@ -82,9 +82,9 @@ def run(graph: GraphModule, inputs: Sequence[Any], way: Way) -> list[Any]:
     drops = _last_uses(graph)
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            values[node] = way.given(node, next(inputs_left))
+            values[node] = way.input(node, next(inputs_left))
         elif node.op == "get_attr":
-            values[node] = way.given(node, operator.attrgetter(str(node.target))(graph))
+            values[node] = way.input(node, operator.attrgetter(str(node.target))(graph))
         elif node.op == "call_function":
             values[node] = way.call(node, values, graph)
         for used in drops.get(node, ()):
@@ -153,7 +153,7 @@ class Eager:
         self.branches: dict[Node, list[int]] = {}
         self.fill = fill
 
-    def given(self, node: Node, value: Any) -> Any:
+    def input(self, node: Node, value: Any) -> Any:
         self.forms[node] = form_of(value)
         return value
 
@@ -239,7 +239,7 @@ class Lifted:
         self.notes: dict[str, None] = {}
         self.rounded = {node for node, form in self.forms.items() if _wide(form)}
 
-    def given(self, node: Node, value: Any) -> Any:
+    def input(self, node: Node, value: Any) -> Any:
         return _Given(value, node)
 
     def result(self, node: Node, values: Mapping[Node, Any]) -> Any:

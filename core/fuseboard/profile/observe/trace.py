@@ -112,10 +112,10 @@ class Trace:
         )
 
     @property
-    def told(self) -> dict[str, Any]:
+    def annotations(self) -> dict[str, Any]:
         """What :func:`annotate` left in it: ``graphs`` and ``breaks``."""
-        told: dict[str, Any] = self.data.get("fuseboard", {})
-        return told
+        found: dict[str, Any] = self.data.get("fuseboard", {})
+        return found
 
     def of_kind(self, kind: Kind) -> list[Span]:
         return [span for span in self.spans if span.kind == kind]

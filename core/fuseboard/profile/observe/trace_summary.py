@@ -138,7 +138,7 @@ def summarise(trace: Trace) -> Summary:
         device: max(0, *(total for _, total in changes))
         for device, changes in trace.memory().items()
     }
-    summary.breaks = list(trace.told.get("breaks", ()))
+    summary.breaks = list(trace.annotations.get("breaks", ()))
     summary.advice = advise(summary)
     return summary
 

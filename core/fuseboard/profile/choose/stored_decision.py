@@ -1,4 +1,4 @@
-"""A graph's page in the cost database: what decides which entry is its own, and what is in it."""
+"""Decisions on graphs in the cost database: by what they are found, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Book:
+class StoredDecision:
     """Where the decision about one graph, or one piece of it, is found and kept.
 
     :ivar parts: what the decision depends on; None where something has no name elsewhere.
@@ -75,8 +75,8 @@ class Book:
         static: Collection[int],
         report: GraphReport,
         level: Level = "graph",
-    ) -> Book:
-        """The page of a graph as captured, or of a piece.
+    ) -> StoredDecision:
+        """That of a graph as captured, or of a piece of it.
 
         :param static: positions of its inputs that are weights.
         """
@@ -91,7 +91,7 @@ class Book:
         return cls(costs, parts, report, level)
 
     @classmethod
-    def of_dynamos(
+    def of_dynamo_graph(
         cls,
         session: Session,
         graph: GraphModule,
@@ -99,8 +99,8 @@ class Book:
         inputs: Sequence[torch.Tensor],
         static: Collection[int],
         around: str,
-    ) -> Book:
-        """The page of a graph of Dynamo's: whether its candidates were tried in another process.
+    ) -> StoredDecision:
+        """That of a graph of Dynamo's: whether its candidates were tried in another process.
 
         :param inputs: real ones.
         :param around: what results depend on besides.
@@ -143,7 +143,7 @@ class Book:
         """
         if self.parts is None:
             return
-        costs = [_cost(told, told.name in undecided) for told in candidates]
+        costs = [_cost(row, row.name in undecided) for row in candidates]
         self.database.record(
             Decision(
                 key=decision_key(self.level, self.parts),
@@ -188,16 +188,16 @@ def _settings(session: Session) -> str:
     return json.dumps(values, sort_keys=True, default=repr)
 
 
-def _cost(told: CandidateReport, undecided: bool) -> CandidateCost:
-    problem = told.problem
-    if undecided or (not problem and told.state in ("waiting", "untried")):
+def _cost(row: CandidateReport, undecided: bool) -> CandidateCost:
+    problem = row.problem
+    if undecided or (not problem and row.state in ("waiting", "untried")):
         problem = NOT_TRIED
     return CandidateCost(
-        name=told.name,
-        latency_us=told.latency_us,
-        low_us=told.low_us,
-        high_us=told.high_us,
-        compile_s=told.compile_s,
-        peak_bytes=told.peak_bytes,
+        name=row.name,
+        latency_us=row.latency_us,
+        low_us=row.low_us,
+        high_us=row.high_us,
+        compile_s=row.compile_s,
+        peak_bytes=row.peak_bytes,
         problem=problem,
     )

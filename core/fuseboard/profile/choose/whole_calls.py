@@ -27,10 +27,10 @@ from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event, Measurement
 from fuseboard.errors import CONTAINED, ContractError, RegionError
 from fuseboard.lower import background
-from fuseboard.lower.specialise import compiling
+from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
-from fuseboard.profile.choose.book import Book
 from fuseboard.profile.choose.ranks import several_ranks
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import CandidateCost
 from fuseboard.profile.judge.copies import Kept
@@ -54,13 +54,13 @@ Run = Callable[..., Any]
 COMPILED, EAGER = "compiled", "eager"
 
 
-def whole_step(
+def choose_whole_calls(
     compiled: Run,
     graph: GraphModule,
     mutated: frozenset[int],
     session: Session,
     reports: Mapping[str, GraphReport],
-    book: Book,
+    stored: StoredDecision,
     runners: Sequence[Runner],
 ) -> Run | None:
     """What runs the calls of a training graph, or of an inference graph; None: Dynamo's own graph.
@@ -69,25 +69,25 @@ def whole_step(
     :param mutated: positions of the inputs that it writes to.
     :param reports: of the ``inference`` graph, or of the ``forward`` and, once it is compiled, the
         ``backward`` graph, where they are chosen by measurement.
-    :param book: where the decision is kept.
+    :param stored: where the decision is kept.
     :param runners: of the graphs that are compiled; the backward's comes later.
     """
     if session.eager_is_fallback_only or several_ranks() or _is_special(graph):
         return compiled
     if "forward" in reports and _saves_memory(session):
         return compiled
-    decision = book.find()
+    decision = stored.find()
     if decision is not None:
         if decision.winner == EAGER:
             report = _first(reports)
             report.notes.append(f"{_RUNS[report.kind]}, as the cost database has it")
-            tell_dynamos_runs(report.kind, _times(decision.candidates), runners)
+            note_dynamo_runs(report.kind, _times(decision.candidates), runners)
             return None
         return compiled
-    step = _Undecided(compiled, graph, mutated, session, reports, book, runners)
+    calls = _WholeCalls(compiled, graph, mutated, session, reports, stored, runners)
 
     def run(*args: Any) -> Any:
-        return step.call(*args)
+        return calls.call(*args)
 
     return run
 
@@ -121,7 +121,7 @@ _RUNS = {
 _SUBJECTS = {"forward": "forward and backward together", "inference": "whole calls"}
 
 
-class _Undecided:
+class _WholeCalls:
     """Runs what was compiled until a call can decide.
 
     :ivar call: what runs the next call.
@@ -134,7 +134,7 @@ class _Undecided:
         mutated: frozenset[int],
         session: Session,
         reports: Mapping[str, GraphReport],
-        book: Book,
+        stored: StoredDecision,
         runners: Sequence[Runner],
     ) -> None:
         self.call: Run = self._watch
@@ -145,7 +145,7 @@ class _Undecided:
         self._reports = reports
         self._report = _first(reports)
         self._training = self._report.kind == "forward"
-        self._book = book
+        self._stored = stored
         self._runners = runners
         self._lock = threading.Lock()
 
@@ -181,7 +181,7 @@ class _Undecided:
         written: list[int] = []
         try:
             with (
-                compiling,
+                compile_lock,
                 background.worker.paused(),
                 generators_put_back(),
                 without_anomaly_mode(),
@@ -203,13 +203,13 @@ class _Undecided:
             CandidateReport(name, "", one.latency_us, one.low_us, one.high_us, peak_bytes=peak)
             for name, one, peak in zip((COMPILED, EAGER), measured, peaks, strict=True)
         ]
-        self._book.record(winner, rows, settled=True)
-        report.notes.append(_told(report.kind, winner, rows))
+        self._stored.record(winner, rows, settled=True)
+        report.notes.append(_note(report.kind, winner, rows))
         self._session.notify(Event("choose", report.name, 0.0, {"winner": winner, "whole": True}))
         if winner == COMPILED:
             emit(report)
             return self._compiled
-        tell_dynamos_runs(report.kind, _times(rows), self._runners)
+        note_dynamo_runs(report.kind, _times(rows), self._runners)
         return self._eager
 
     def _give_up(self, written: Sequence[int]) -> Run:
@@ -231,7 +231,7 @@ class _Undecided:
                 raise RegionError(f"{error}. Not contained: {who}; {CONTAINING}.") from error
             trip(report, backend, "profile", report.name, error, "Dynamo's own graph")
         failed = CandidateReport(COMPILED, "failed", problem=describe(error))
-        self._book.record(EAGER, [failed], settled=True)
+        self._stored.record(EAGER, [failed], settled=True)
         for runner in self._runners:
             give_up(runner, "Dynamo's own graph runs, since its inputs were written to", str(error))
         return self._eager
@@ -310,7 +310,7 @@ def _times(rows: Sequence[CandidateReport | CandidateCost]) -> dict[str, float]:
     return {row.name: row.latency_us for row in rows if row.latency_us is not None}
 
 
-def _told(kind: str, winner: str, rows: Sequence[CandidateReport]) -> str:
+def _note(kind: str, winner: str, rows: Sequence[CandidateReport]) -> str:
     us = _times(rows)
     peaks = [row.peak_bytes for row in rows]
     more = ""
@@ -324,7 +324,7 @@ def _told(kind: str, winner: str, rows: Sequence[CandidateReport]) -> str:
     return text + "what was compiled runs" + (", which is close enough" if close else "")
 
 
-def tell_dynamos_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runner]) -> None:
+def note_dynamo_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runner]) -> None:
     """In the report of each graph: none of what was compiled of it runs."""
     instead = "Dynamo's own graph runs"
     if us.keys() >= {COMPILED, EAGER}:
@@ -347,7 +347,7 @@ def give_up(runner: Runner, instead: str, problem: str = "") -> None:
     report.regions.clear()
     report.nodes[:] = [
         describe_node(node, "eager", "", "Dynamo's own graph runs")
-        for node in runner.board.graph.graph.nodes
+        for node in runner.context.graph.graph.nodes
         if node.op == "call_function"
     ]
     for candidate in report.candidates:

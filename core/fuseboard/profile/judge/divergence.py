@@ -1,4 +1,4 @@
-"""Where in a region a backend's values part from the right ones.
+"""Where in a region a backend's values leave the right ones.
 
 Finds the first op whose output is wrong by cutting the region short, compiling what is left and
 judging what is live at the cut.
@@ -31,7 +31,7 @@ MAX_TRIES, BUDGET_S = 16, 10.0
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first op of a region whose output is wrong.
 
     :ivar node: its name in the graph.
@@ -50,14 +50,14 @@ class Parting:
     within: int = 1
 
 
-def first_parting(
+def first_divergence(
     graph: GraphModule,
     inputs: Sequence[Any],
     lower: Lower,
     tries: int = MAX_TRIES,
     budget_s: float = BUDGET_S,
-) -> Parting | None:
-    """Find the first op whose output parts; None where the region's values are right.
+) -> Divergence | None:
+    """Find the first op whose output is wrong; None where the region's values are right.
 
     A part is another graph than the region: a compiler fuses it in another way, so what was wrong
     in the whole may be right in all of its parts. Then the last op is told.
@@ -86,7 +86,7 @@ def first_parting(
         else:
             wrong, verdict = middle, found
     node = steps[wrong - 1]
-    return Parting(node.name, str(node.target), source_line(node), verdict, wrong - right)
+    return Divergence(node.name, str(node.target), source_line(node), verdict, wrong - right)
 
 
 def _verdict(graph: GraphModule, inputs: Sequence[Any], lower: Lower, count: int) -> Verdict:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fuseboard.profile.choose import step
+from fuseboard.profile.choose import whole_calls
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
-from tests.test_step import COMPILED, EAGER, QUICK, Counted, Stopwatch
+from tests.test_whole_calls import COMPILED, EAGER, QUICK, Counted, Stopwatch
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_results_that_are_views_of_inputs_are_compared_as_well():
 
 
 def test_what_has_no_room_for_copies_is_left_as_it_was_compiled(monkeypatch):
-    monkeypatch.setattr(step, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(whole_calls, "free_bytes", lambda device: 100)
     assert run(EAGER) == (1, 2)
     (note,) = [note for note in last_graph("inference").notes if "as a whole" in note]
     assert "more than half of the free memory" in note

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule
 
-from fuseboard.profile.judge.parting import first_parting, prefix, source_line
+from fuseboard.profile.judge.divergence import first_divergence, prefix, source_line
 from fuseboard.profile.judge.reference import make_reference
 from fuseboard.profile.judge.values import judge
 from tests.support.references import captured, traced
@@ -61,7 +61,7 @@ def test_the_first_wrong_op_is_found() -> None:
     graph = traced(chain, x, w)
     steps = [node for node in graph.graph.nodes if node.op == "call_function"]
     lower = Wrong(aten._softmax.default, lambda value: value * 1.001)
-    found = first_parting(graph, [x, w], lower)
+    found = first_divergence(graph, [x, w], lower)
     assert found is not None
     assert (found.target, found.within) == ("aten._softmax.default", 1)
     assert graph.graph.find_nodes(op="call_function", target=aten._softmax.default)[0].name == (
@@ -75,7 +75,7 @@ def test_a_right_region_has_no_parting() -> None:
     """One try shows that all is well."""
     x, w = rnd(5, 8), rnd(8, 8, seed=1)
     lower = Wrong(None, lambda value: value)
-    assert first_parting(traced(chain, x, w), [x, w], lower) is None
+    assert first_divergence(traced(chain, x, w), [x, w], lower) is None
     assert len(lower.compiled) == 1
 
 
@@ -89,10 +89,10 @@ def test_an_op_of_several_results() -> None:
     x = rnd(4, 9)
     lower = Wrong(aten.topk.default, lambda pair: (pair[0], pair[1].flip(-1)))
     graph = traced(function, x)
-    found = first_parting(graph, [x], lower)
+    found = first_divergence(graph, [x], lower)
     assert found is None  # a sum doesn't care
     lower = Wrong(aten.topk.default, lambda pair: (pair[0], (pair[1] + 1) % 9))
-    found = first_parting(graph, [x], lower)
+    found = first_divergence(graph, [x], lower)
     assert found is not None
     assert found.target == "aten.topk.default"
     assert "elements, eager in 0" in found.verdict.problem
@@ -105,7 +105,7 @@ def test_tries_time_and_failures_bound_the_search() -> None:
     total = sum(node.op == "call_function" for node in graph.graph.nodes)
     for limits in ({"tries": 3}, {"budget_s": 0.0}, {}):
         lower = Wrong(aten._softmax.default, lambda v: v * 1.001, -1 if limits else 3)
-        found = first_parting(graph, [x, w], lower, **limits)  # type: ignore[arg-type]
+        found = first_divergence(graph, [x, w], lower, **limits)  # type: ignore[arg-type]
         assert found is not None
         assert found.within > 1
         assert len(lower.compiled) == (1 if "budget_s" in limits else 3)
@@ -116,7 +116,7 @@ def test_a_whole_that_cant_be_compiled_raises() -> None:
     """The search can say nothing then."""
     x, w = rnd(5, 8), rnd(8, 8, seed=1)
     with pytest.raises(RuntimeError, match="can't compile this"):
-        first_parting(traced(chain, x, w), [x, w], Wrong(None, lambda v: v, 1))
+        first_divergence(traced(chain, x, w), [x, w], Wrong(None, lambda v: v, 1))
 
 
 def test_inputs_and_graph_are_left_alone() -> None:
@@ -135,7 +135,7 @@ def test_inputs_and_graph_are_left_alone() -> None:
 
         return call
 
-    found = first_parting(graph, [x, w], lower)
+    found = first_divergence(graph, [x, w], lower)
     assert found is not None
     assert found.verdict.problem.startswith("returned 0 outputs")
     assert torch.equal(x, before[0])
@@ -177,11 +177,11 @@ def test_the_users_line_is_told() -> None:
     with torch.no_grad():
         (found,) = captured(function, rnd(3))
     lower = Wrong(aten.exp.default, lambda value: value + 1)
-    parting = first_parting(found.graph, found.inputs, lower)
-    assert parting is not None
+    divergence = first_divergence(found.graph, found.inputs, lower)
+    assert divergence is not None
     lines = open(__file__, encoding="utf-8").read().splitlines()
     number = 1 + next(i for i, line in enumerate(lines) if line.endswith("# line"))
-    assert parting.source == f"{__file__}:{number}"
+    assert divergence.source == f"{__file__}:{number}"
     graph = traced(torch.exp, rnd(3))
     node = graph.graph.find_nodes(op="call_function", target=aten.exp.default)[0]
     node.meta = {"nn_module_stack": {"a": ("L['self'].mlp", nn.ReLU)}}

@@ -18,18 +18,18 @@ from fuseboard.run.eager import boxed_function
 from fuseboard.torch_api import internals as torch_internals
 
 
-class Entry:
-    """The way into one graph's code.
+class CapturedGraph:
+    """A graph that AOTAutograd captured, and the way into what its calls execute.
 
-    :param captured: the graph as AOTAutograd gave it; it isn't changed.
+    :param graph: the graph as AOTAutograd gave it; it isn't changed.
     :ivar function: what a call executes; something has to be put there.
     """
 
     function: Boxed
-    _usual: Boxed
+    _compiled: Boxed
 
-    def __init__(self, captured: GraphModule, name: str) -> None:
-        self.captured = captured
+    def __init__(self, graph: GraphModule, name: str) -> None:
+        self.graph = graph
         self.name = name
         self._instead: Boxed | None = None
         self._lock = threading.Lock()
@@ -51,19 +51,19 @@ class Entry:
     def put(self, function: Boxed) -> None:
         """Let calls go to ``function``."""
         with self._lock:
-            self._usual = function
+            self._compiled = function
             self.function = self._instead or function
 
     def put_before(self, function: Boxed | None) -> None:
         """Let calls go to ``function`` whatever is put there, until it is taken back with None."""
         with self._lock:
             self._instead = function
-            self.function = function or self._usual
+            self.function = function or self._compiled
 
     @functools.cached_property
     def eager(self) -> Boxed:
         """The captured graph, op by op."""
-        return boxed_function(self.captured, self.name)
+        return boxed_function(self.graph, self.name)
 
     def disturbed(self, seed: int) -> Boxed:
         """The same with roundings disturbed."""
@@ -71,13 +71,13 @@ class Entry:
         def call(args: list[Any]) -> Sequence[Any]:
             inputs = list(args)
             args.clear()
-            return run(self.captured, inputs, Disturbed(set(), seed))
+            return run(self.graph, inputs, Disturbed(set(), seed))
 
         return call
 
 
-class BackwardEntry(Entry):
-    """The way into the code of a backward graph, which may be called from other surroundings.
+class CapturedBackward(CapturedGraph):
+    """A backward graph, which may be called from other surroundings.
 
     The graph is captured for plain gradients and with autocast off, as torch recommends to call
     ``backward()``. Eager's backward is whatever autograd's formulas make of batched gradients
@@ -87,8 +87,8 @@ class BackwardEntry(Entry):
     :param note: is told, once each, why calls run op by op.
     """
 
-    def __init__(self, captured: GraphModule, name: str, note: Callable[[str], None]) -> None:
-        super().__init__(captured, name)
+    def __init__(self, graph: GraphModule, name: str, note: Callable[[str], None]) -> None:
+        super().__init__(graph, name)
         self._note = note
         self._around = threading.local()
         #: Whether autocast changes what the ops compute; None: not known yet.
@@ -135,7 +135,7 @@ class BackwardEntry(Entry):
         args.clear()
         recast = _Recast()
         with torch_internals.autocast_again():
-            results = run(self.captured, inputs, recast)
+            results = run(self.graph, inputs, recast)
         if self._autocast_matters is None:
             self._autocast_matters = recast.differed
             if recast.differed:
@@ -169,12 +169,14 @@ class _Recast(Eager):
 
 
 @contextmanager
-def all_running(entries: Sequence[Entry], how: Callable[[Entry], Boxed]) -> Iterator[None]:
+def all_running(
+    graphs: Sequence[CapturedGraph], how: Callable[[CapturedGraph], Boxed]
+) -> Iterator[None]:
     """For the block, let calls of each go to what ``how`` gives for it."""
     try:
-        for entry in entries:
-            entry.put_before(how(entry))
+        for graph in graphs:
+            graph.put_before(how(graph))
         yield
     finally:
-        for entry in entries:
-            entry.put_before(None)
+        for graph in graphs:
+            graph.put_before(None)

@@ -31,12 +31,12 @@ _MODES = frozenset(
 
 
 @dataclass(frozen=True)
-class Work:
+class StagedGraph:
     """One graph on its way through the stages.
 
     :ivar captured: as AOTAutograd gave it; ``graph`` is fused.
-    :ivar kept: the board's own nodes, with reasons.
-    :ivar untold: positions of inputs that are inference tensors, which don't tell of changes.
+    :ivar board_nodes: the board's own nodes, with reasons.
+    :ivar unversioned: positions of inputs that are inference tensors, which have no versions.
     """
 
     graph: GraphModule
@@ -45,21 +45,21 @@ class Work:
     report: GraphReport
     roles: InputRoles
     counter: FusionCounter
-    kept: Mapping[Node, str]
+    board_nodes: Mapping[Node, str]
     claims: Claims
     wishes: Wishes
-    untold: frozenset[int] = frozenset()
+    unversioned: frozenset[int] = frozenset()
 
     @property
-    def fixed(self) -> frozenset[int]:
+    def weight_positions(self) -> frozenset[int]:
         """Positions of the inputs that are weights, unchanged until they tell otherwise."""
         if self.kind == "backward":
             return frozenset()
-        return self.roles.static - self.roles.mutated - self.untold
+        return self.roles.static - self.roles.mutated - self.unversioned
 
 
 @dataclass(frozen=True)
-class Draft:
+class CutPlan:
     """A plan, and the regions that it makes."""
 
     plan: Plan
@@ -81,23 +81,23 @@ def claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
     return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
 
 
-def describe_nodes(work: Work, plan: Plan, sites: Sequence[Site]) -> None:
+def describe_nodes(staged: StagedGraph, plan: Plan, sites: Sequence[Site]) -> None:
     """Tell in the report where each op runs, and why."""
-    report, kept = work.report, work.kept
+    report, kept = staged.report, staged.board_nodes
     report.nodes.clear()
     homes = {node: site for site in sites for node in site.cut.nodes}
     declines = {
         backend: {d.node: d.reason for d in answers if isinstance(d, Decline)}
-        for backend, answers in work.claims.items()
+        for backend, answers in staged.claims.items()
     }
-    for node in work.graph.graph.nodes:
+    for node in staged.graph.graph.nodes:
         if node.op != "call_function":
             continue
         if node in kept:
             backend, region, reason = "board", "", kept[node]
         else:
             region = homes[node].lowered.region.name
-            reason = work.wishes.reason(node.name, plan.reasons[node.name])
+            reason = staged.wishes.reason(node.name, plan.reasons[node.name])
             backend = homes[node].lowered.region.backend
             if backend != plan.placements[node.name]:
                 reason = f"{plan.placements[node.name]} tripped"
@@ -108,7 +108,7 @@ def describe_nodes(work: Work, plan: Plan, sites: Sequence[Site]) -> None:
 
 
 def dynamo_site(
-    graph: GraphModule, example_inputs: Sequence[Any], work: Work, grads: bool
+    graph: GraphModule, example_inputs: Sequence[Any], staged: StagedGraph, grads: bool
 ) -> Site | None:
     """Code that runs Dynamo's graph in the place of AOTAutograd's; None where it can't.
 
@@ -119,26 +119,26 @@ def dynamo_site(
     :param example_inputs: of ``graph``.
     :param grads: the grad mode of the calls, on which Dynamo guards.
     """
-    placeholders = work.graph.graph.find_nodes(op="placeholder")
-    results = work.graph.graph.output_node().args[0]
+    placeholders = staged.graph.graph.find_nodes(op="placeholder")
+    results = staged.graph.graph.output_node().args[0]
     assert isinstance(results, tuple | list)
     if (
-        work.kind != "inference"
+        staged.kind != "inference"
         or len(placeholders) != len(example_inputs)
         or not all(isinstance(value, Node) for value in results)
         or not torch_internals.mirrors_dynamo()
         or any(map(_is_special, graph.graph.nodes))
     ):
         return None
-    nodes = placed(work.graph, work.kept)
-    cut = Cut(Place(0, "eager"), work.graph, nodes, placeholders, list(results))  # type: ignore[arg-type]
+    nodes = placed(staged.graph, staged.board_nodes)
+    cut = Cut(Place(0, "eager"), staged.graph, nodes, placeholders, list(results))  # type: ignore[arg-type]
     region = Region(
-        name=f"{work.report.name}.region0",
+        name=f"{staged.report.name}.region0",
         backend="eager",
-        kind=work.kind,
-        graph=work.graph,
+        kind=staged.kind,
+        graph=staged.graph,
         signature="",
-        static_inputs=tuple(sorted(work.fixed)),
+        static_inputs=tuple(sorted(staged.weight_positions)),
         whole=True,
     )
     call = boxed_original(graph, grads)
