@@ -14,7 +14,7 @@ import torch
 
 import fuseboard
 from fuseboard import RegionShare, SampledProfile, SamplingProfiler, StackFrame, StackSample
-from fuseboard.profile.observe.sampling_regions import Place, locate_regions
+from fuseboard.profile.observe.sampling_regions import RegionFrame, locate_regions
 from fuseboard.report.data import GraphReport, RegionReport, ledger
 from tests.support.backends import claim_ops, compiled, plugged
 from tests.support.browser import Page, chromium
@@ -25,9 +25,9 @@ RUNNER = "<fuseboard:inference0:0>"
 FIRST, BETWEEN, SECOND = (StackFrame("inference0", RUNNER, line) for line in (5, 7, 9))
 KERNEL = StackFrame("mm; <b>", "/lib/site-packages/torch/mm.py", 40)
 PLACES = {
-    (RUNNER, 5): Place("inference0.region0", "mkldnn"),
-    (RUNNER, 7): Place("inference0", "board"),
-    (RUNNER, 9): Place("inference0.region1", "eager"),
+    (RUNNER, 5): RegionFrame("inference0.region0", "mkldnn"),
+    (RUNNER, 7): RegionFrame("inference0", "board"),
+    (RUNNER, 9): RegionFrame("inference0.region1", "eager"),
 }
 
 
@@ -82,7 +82,7 @@ def test_a_sample_in_a_graph_within_a_graph_belongs_to_the_inner_one():
     inner = StackFrame("backward1", "<fuseboard:backward1:3>", 4)
     nested = profile(
         sample(MAIN, FIRST, inner),
-        regions={**PLACES, (inner.file, 4): Place("backward1.region0", "inductor")},
+        regions={**PLACES, (inner.file, 4): RegionFrame("backward1.region0", "inductor")},
     )
     assert [row.region for row in nested.region_shares()] == ["backward1.region0"]
 
@@ -169,7 +169,7 @@ def test_a_graph_that_nobody_remembers_has_a_name_but_no_backend():
     """Reports are bounded; the shares are told all the same."""
     ledger.clear()
     file = generated("inference987", "try:", "return _region0(args)")
-    assert places(file, 3) == {3: Place("inference987.region0", "unknown")}
+    assert places(file, 3) == {3: RegionFrame("inference987.region0", "unknown")}
 
 
 def generated(name: str, *lines: str) -> str:
@@ -180,7 +180,7 @@ def generated(name: str, *lines: str) -> str:
     return file
 
 
-def places(file: str, *lines: int) -> dict[int, Place]:
+def places(file: str, *lines: int) -> dict[int, RegionFrame]:
     found = locate_regions(StackFrame("f", file, line) for line in lines)
     return {line: place for (_, line), place in found.items()}
 
@@ -203,19 +203,19 @@ def test_each_line_of_a_runner_is_a_region_s_or_the_board_s():
         "return (v,)",
     )
     assert places(file, 3, 5, 7, 8, 10, 12) == {
-        3: Place("forward986", "board"),
-        5: Place("forward986.region0", "onnxruntime"),
-        7: Place("forward986.region1", "onnxruntime"),
-        8: Place("forward986", "board"),
-        10: Place("forward986.region2", "mkldnn"),
-        12: Place("forward986", "board"),
+        3: RegionFrame("forward986", "board"),
+        5: RegionFrame("forward986.region0", "onnxruntime"),
+        7: RegionFrame("forward986.region1", "onnxruntime"),
+        8: RegionFrame("forward986", "board"),
+        10: RegionFrame("forward986.region2", "mkldnn"),
+        12: RegionFrame("forward986", "board"),
     }
 
 
 def test_trials_of_candidates_are_told_apart():
     """They run before a graph has settled, and are no part of what it costs then."""
     file = generated("inference985_trial", "x, = _region0_mkldnn([a])")
-    assert places(file, 2) == {2: Place("inference985", "trials")}
+    assert places(file, 2) == {2: RegionFrame("inference985", "trials")}
 
 
 def test_without_lines_a_region_is_known_where_there_is_one():
@@ -227,8 +227,10 @@ def test_without_lines_a_region_is_known_where_there_is_one():
     one.regions.append(RegionReport("inference983.region0", "inductor", {}))
     ledger.add(one)
     ledger.add(two)
-    assert places("<fuseboard:inference984:1>", 0) == {0: Place("inference984", "any")}
-    assert places("<fuseboard:inference983:1>", 0) == {0: Place("inference983.region0", "inductor")}
+    assert places("<fuseboard:inference984:1>", 0) == {0: RegionFrame("inference984", "any")}
+    assert places("<fuseboard:inference983:1>", 0) == {
+        0: RegionFrame("inference983.region0", "inductor")
+    }
 
 
 # --- files ----------------------------------------------------------------------------------------

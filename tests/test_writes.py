@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fuseboard
-from fuseboard.profile.judge.copies import Copies, Kept, Seal, memory_of
+from fuseboard.profile.judge.copies import Checksums, Copies, KeptCopies, memory_of
 from tests.support.backends import (
     all_trips,
     claim_ops,
@@ -422,7 +422,7 @@ def test_a_region_that_returns_a_view_of_a_copy_is_cloned_all_the_same():
 def test_copies_that_are_kept():
     """One is used again and again, unless something was written to it."""
     inputs = [rnd(3), rnd(4)]
-    kept = Kept(inputs)
+    kept = KeptCopies(inputs)
     first, second = Copies(inputs, kept=kept), Copies([inputs[1], rnd(2)], kept=kept)
     assert second.values[0] is first.values[1]
     second.values[0][0] = 3
@@ -436,7 +436,7 @@ def test_writes_that_are_undone():
     values = [rnd(3, 4), rnd(5), nn.Parameter(rnd(2)), rnd(2, 3)]
     before = [value.detach().clone() for value in values]
     versions, addresses = [v._version for v in values], [v.data_ptr() for v in values]
-    watch = Kept(values).watch()
+    watch = KeptCopies(values).watch()
     assert watch.undo() == []
     values[0].t_()
     values[1].add_(1)
@@ -450,7 +450,7 @@ def test_writes_that_are_undone():
 @pytest.mark.parametrize("size", [1, 8, 13, 8192, 8200, 20001])
 def test_a_seal_is_broken_by_any_byte(size):
     memory = torch.zeros(size, dtype=torch.uint8)
-    seal = Seal(memory)
+    seal = Checksums(memory)
     assert not seal.is_broken()
     for place in (0, size // 2, size - 1):
         memory[place] = 1
@@ -486,7 +486,7 @@ def test_copies_lie_in_files_where_memory_is_short(monkeypatch):
         staticmethod(lambda *args: used.append(args) or make(*args)),
     )
     values = [rnd(400), rnd(3)]
-    copies = Copies(values, kept=Kept(values))
+    copies = Copies(values, kept=KeptCopies(values))
     assert len(used) == 2
     assert_same(copies.values, values)
     assert not any(os.path.exists(name) for name, *_ in used)

@@ -437,8 +437,8 @@ class Session:
         try:
             answer = self._guarded(override.path, hook, lambda: function(**given), arguments)
         except PluginError as error:
-            where = self.set_where(hook.removeprefix("fuseboard_"), override.path)
-            problem = f"{error.problem} (set in {where})"
+            where = self.override_origin(hook.removeprefix("fuseboard_"), override.path)
+            problem = f"{error.problem} ({where})"
             raise type(error)(override.path, hook, problem) from error
         return None if answer is None else (override.path, answer)
 
@@ -458,11 +458,6 @@ class Session:
         if hook == "fuseboard_on_failure":
             return "settings", self.settings.on_failure
         raise ContractError("defaults", hook, "nobody answered, the default neither")
-
-    def set_where(self, stage: str, who: str) -> str:
-        """Where the settings made ``who`` decide a stage; "" where they didn't."""
-        named = self.settings.stages.get(stage) == who
-        return self.settings.origin(f"stages.{stage}") if named else ""
 
     def with_hook(self, hook: str) -> tuple[str, ...]:
         """The active plugins that implement a hook, in order."""

@@ -46,8 +46,8 @@ class CaptureCheck:
     """What AOTAutograd made of a graph, to be compared with it.
 
     :param graph: Dynamo's.
-    :param compiled: AOTAutograd's function, which calls the graphs.
-    :param graphs: of the graphs that AOTAutograd captured.
+    :param compiled: AOTAutograd's function, which calls these graphs.
+    :param graphs: those that AOTAutograd captured.
     :param written: positions of the inputs that a call writes to; None: any.
     :param fast_random: random numbers needn't be eager's.
     """

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from fuseboard.lower.artifacts import Row, Store
+    from fuseboard.lower.artifacts import ArtifactRow, Store
 
 _STYLES = {"artifact": "green", "tried": "dim", "crash": "red", "aside": "yellow"}
 
@@ -67,7 +67,7 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     )
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str]:
+def _cells(row: ArtifactRow) -> tuple[str, str, str, str, str]:
     parts = row.parts
     torch_version = parts.get("torch", "").partition(" ")[0]
     made = f"torch {torch_version}, {parts.get('threads', '?')} threads" if parts else ""
@@ -105,7 +105,7 @@ def clear(
         )
         return
 
-    def wanted(row: Row) -> bool:
+    def wanted(row: ArtifactRow) -> bool:
         if backend and row.parts.get("backend") != backend:
             return False
         return row.kind == "crash" if crashes else True

@@ -23,7 +23,7 @@ class Bar:
     :ivar cut: the whisker goes on beyond the chart.
     """
 
-    row: choices.Row
+    row: choices.ChoiceRow
     length: float | None = None
     low: float = 0.0
     high: float = 0.0

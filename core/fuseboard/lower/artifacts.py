@@ -75,7 +75,7 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Row:
+class ArtifactRow:
     """One file, for ``fuseboard cache show``.
 
     :ivar kind: ``artifact``, ``crash`` (lowering it ended a process), ``tried`` (it didn't) or
@@ -283,7 +283,7 @@ class Store:
 
     # --- for people -----------------------------------------------------------------------------
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ArtifactRow]:
         """Every file, most recently used first."""
         for used, size, path in sorted(self._listed(), reverse=True):
             kind = path.suffix.removeprefix(".")
@@ -299,9 +299,9 @@ class Store:
                 head = self._read_head(path)
             head = head or {}
             parts, problem = head.get("key", {}), str(head.get("problem", ""))
-            yield Row(kind, path, size, used, parts, problem)
+            yield ArtifactRow(kind, path, size, used, parts, problem)
 
-    def clear(self, wanted: Callable[[Row], bool] = lambda row: True) -> tuple[int, int]:
+    def clear(self, wanted: Callable[[ArtifactRow], bool] = lambda row: True) -> tuple[int, int]:
         """Remove files. Returns how many, and their bytes."""
         count = size = 0
         for row in self.rows():

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from fuseboard.config.model import Settings
 from fuseboard.errors import LoweringError
 from fuseboard.lower.caching import Deferred, Token
-from fuseboard.lower.isolated import Request, Result
+from fuseboard.lower.isolated import LoweringRequest, LoweringResult
 from fuseboard.lower.isolation import answer_in_child
 from fuseboard.torch_api.state import StateGuard
 
@@ -48,10 +48,10 @@ class Job:
     """
 
     token: Token
-    request: Request
+    request: LoweringRequest
     limit_s: float
     origin: str
-    done: Callable[[Token, Result, float], None]
+    done: Callable[[Token, LoweringResult, float], None]
     wanted: Callable[[], bool]
 
 
@@ -77,7 +77,9 @@ class Settling(Protocol):
 class Tuning(Settling, Protocol):
     """One whose regions are compiled here; see :class:`fuseboard.profile.choose.tuner.Tuner`."""
 
-    def compiled(self, candidate: Any, token: Token, result: Result, seconds: float) -> None:
+    def compiled(
+        self, candidate: Any, token: Token, result: LoweringResult, seconds: float
+    ) -> None:
         """Take what was compiled for a candidate, in the worker's thread."""
 
 
@@ -138,7 +140,7 @@ class Worker:
                 return
             job.done(job.token, result, time.perf_counter() - start)
 
-    def _answer(self, job: Job) -> Result:
+    def _answer(self, job: Job) -> LoweringResult:
         """What a child process answers, unless it is ended for want of anybody who waits."""
 
         def wanted() -> bool:
@@ -147,9 +149,9 @@ class Worker:
         try:
             return answer_in_child(job.request, job.limit_s, job.origin, self._started, wanted)
         except LoweringError as error:
-            return Result(error=str(error), for_good=error.for_good)
+            return LoweringResult(error=str(error), for_good=error.for_good)
         except Exception as error:  # such as a full disk; the thread has to go on
-            return Result(error=f"{type(error).__name__}: {error}", for_good=False)
+            return LoweringResult(error=f"{type(error).__name__}: {error}", for_good=False)
         finally:
             with self._lock:
                 self._child = None
@@ -203,7 +205,7 @@ def compile_for(graph: Tuning, candidate: Any, later: Deferred, settings: Settin
     assert later.request is not None
     owner = weakref.ref(graph)
 
-    def done(token: Token, result: Result, seconds: float) -> None:
+    def done(token: Token, result: LoweringResult, seconds: float) -> None:
         alive = owner()
         if alive is not None:
             alive.compiled(candidate, token, result, seconds)

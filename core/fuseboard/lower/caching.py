@@ -16,7 +16,7 @@ from fuseboard.contracts import BackendInfo, LoweredRegion, Region
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.artifacts import Artifact, Key, Store, store_at
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
-from fuseboard.lower.isolated import Request, Result
+from fuseboard.lower.isolated import LoweringRequest, LoweringResult
 from fuseboard.lower.isolation import Crash, lower_in_child, make_request
 from fuseboard.partition.signature import signature
 from fuseboard.report.data import GraphReport, RegionReport
@@ -46,14 +46,14 @@ class Task:
 
 
 class Deferred(Exception):
-    """A region that has to be compiled, and was region_report to wait.
+    """A region that has to be compiled, and was told to wait.
 
     :ivar token: what the result is to be found under; equal for regions with equal code.
     :ivar request: for a child process; None where only this process can compile it.
     :ivar known: a region with the same code was deferred before.
     """
 
-    def __init__(self, token: Token, request: Request | None, known: bool = False) -> None:
+    def __init__(self, token: Token, request: LoweringRequest | None, known: bool = False) -> None:
         super().__init__(f"{token} waits to be compiled")
         self.token = token
         self.request = request
@@ -71,7 +71,7 @@ class _Place:
 class Cache:
     """The artifacts of one graph's regions.
 
-    :param report: of the graph; failures to load are region_report there.
+    :param report: of the graph; failures to load are noted there.
     :param ready: what child processes have made.
     :param defers: what would have to be compiled is deferred, if a child process can do it.
     :param carried: another process has compiled it; what should be in the cache is deferred if it
@@ -82,7 +82,7 @@ class Cache:
         self,
         session: Session,
         report: GraphReport,
-        ready: Mapping[Token, Result] | None = None,
+        ready: Mapping[Token, LoweringResult] | None = None,
         defers: bool = False,
         carried: bool = False,
     ) -> None:
@@ -151,7 +151,7 @@ class Cache:
         )
         return answer
 
-    def _request(self, task: Task) -> Request | None:
+    def _request(self, task: Task) -> LoweringRequest | None:
         try:
             return make_request(task.copied(), task.inputs, self._session)
         except LoweringError:  # it has things in it that mean nothing to another process
@@ -219,7 +219,7 @@ class Cache:
 
     # --- in a process of its own ----------------------------------------------------------------
 
-    def _try_in_child(self, task: Task, place: _Place | None) -> Result | None:
+    def _try_in_child(self, task: Task, place: _Place | None) -> LoweringResult | None:
         """What the backend answered in a child process; None where it was tried before.
 
         :raises LoweringError: it ended that process, now or earlier, or raised in it.
@@ -251,7 +251,7 @@ class Cache:
         return result
 
     def _take(
-        self, task: Task, result: Result, place: _Place | None, region_report: RegionReport
+        self, task: Task, result: LoweringResult, place: _Place | None, region_report: RegionReport
     ) -> LoweredRegion | None:
         """Load what a child process made, and store it."""
         assert result.artifact is not None
@@ -287,7 +287,7 @@ class Cache:
             region_report.notes.append(f"not cached: {problem}")
 
 
-def _answered(result: Result) -> Result:
+def _answered(result: LoweringResult) -> LoweringResult:
     """
     :raises LoweringError: it is an exception.
     """

@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
-class Request:
+class LoweringRequest:
     """A region to lower.
 
     :ivar module: of a plugin that was registered at run time; "" where an entry point names it.
@@ -42,7 +42,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Result:
+class LoweringResult:
     """What the plugin answered.
 
     :ivar error: what it raised, as text.
@@ -73,7 +73,7 @@ def main(directory: Path) -> None:
     try:
         from fuseboard.torch_api.views import eager_view_strides  # torch loads here, not before
 
-        request: Request = pickle.loads((directory / "request").read_bytes())
+        request: LoweringRequest = pickle.loads((directory / "request").read_bytes())
         with eager_view_strides():
             result = _answer(request, directory)
         unfinished = directory / "unfinished"
@@ -110,7 +110,7 @@ def be_killed_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _answer(request: Request, directory: Path) -> Result:
+def _answer(request: LoweringRequest, directory: Path) -> LoweringResult:
     import torch
 
     from fuseboard.board import board, register
@@ -137,7 +137,7 @@ def _answer(request: Request, directory: Path) -> Result:
         session.call("fuseboard_decompositions", backend, kind=kind, options=options)
         graph, inputs, mode = graph_from_bytes(request.graph)
     except Exception as error:  # whatever the objects in a graph raise
-        return Result(unread=describe(error))
+        return LoweringResult(unread=describe(error))
     records = PluginRecords(database(session.settings), backend)
     region = Region(**request.region, graph=graph, options=options, records=records)
     watch = GuardWatch(mode)
@@ -148,10 +148,10 @@ def _answer(request: Request, directory: Path) -> Result:
         except (PluginError, LoweringError) as error:
             for_good = getattr(error, "for_good", True)
             late = isinstance(error, HookTimeout)
-            return Result(error=describe(error), for_good=for_good, late=late)
+            return LoweringResult(error=describe(error), for_good=for_good, late=late)
     if answer is None:
-        return Result(declined=True)
-    return Result(artifact=answer.artifact, notes=answer.notes, guards=watch.code())
+        return LoweringResult(declined=True)
+    return LoweringResult(artifact=answer.artifact, notes=answer.notes, guards=watch.code())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from fuseboard.board import Session
 from fuseboard.contracts import Region
 from fuseboard.errors import LoweringError
-from fuseboard.lower.isolated import Request, Result
+from fuseboard.lower.isolated import LoweringRequest, LoweringResult
 from fuseboard.torch_api import graphs as torch_graphs
 from fuseboard.torch_api.switches import read_switches
 
@@ -46,7 +46,7 @@ class Crash(LoweringError):
         self.own = own
 
 
-def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> Result:
+def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> LoweringResult:
     """What ``fuseboard_lower`` answers in a process of its own; see :func:`answer_in_child`.
 
     :raises LoweringError: it can't be tried there.
@@ -57,12 +57,12 @@ def lower_in_child(region: Region, inputs: Sequence[Any], session: Session) -> R
 
 
 def answer_in_child(
-    request: Request,
+    request: LoweringRequest,
     limit_s: float,
     origin: str,
     started: Callable[[int], None] = lambda process: None,
     wanted: Callable[[], bool] = lambda: True,
-) -> Result:
+) -> LoweringResult:
     """Start a process that lowers a region, and wait for what it answers.
 
     Whatever becomes of that process, and if this one is interrupted, it is gone in the end.
@@ -135,17 +135,17 @@ def import_as_here() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
-def _read(path: Path) -> Result:
+def _read(path: Path) -> LoweringResult:
     """
     :raises Crash: Python code in the child was stopped at the limit.
     """
-    result: Result = pickle.loads(path.read_bytes())
+    result: LoweringResult = pickle.loads(path.read_bytes())
     if result.late:
         raise Crash(f"it gave {result.error}")
     return result
 
 
-def make_request(region: Region, inputs: Sequence[Any], session: Session) -> Request:
+def make_request(region: Region, inputs: Sequence[Any], session: Session) -> LoweringRequest:
     """A region for another process.
 
     :raises LoweringError: it can't be sent, or that process wouldn't find the plugin.
@@ -167,7 +167,7 @@ def make_request(region: Region, inputs: Sequence[Any], session: Session) -> Req
     given = settings.plugins.get(region.backend, {})
     options.update({f"plugins.{region.backend}.{key}": value for key, value in given.items()})
     fields = ("name", "backend", "kind", "signature", "static_inputs", "whole", "random", "source")
-    return Request(
+    return LoweringRequest(
         module=module,
         region={field: getattr(region, field) for field in fields},
         graph=torch_graphs.graph_to_bytes(region.graph, inputs),

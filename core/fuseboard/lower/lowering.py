@@ -20,7 +20,7 @@ from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.caching import Cache, Deferred, Task, Token
 from fuseboard.lower.decompose import decompose
 from fuseboard.lower.guards import watching_guards
-from fuseboard.lower.isolated import Result
+from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.overriding import Decided, Overriding, given_to
 from fuseboard.lower.specialise import Specialised
 from fuseboard.lower.static import is_symbolic
@@ -95,7 +95,7 @@ class Lowering:
     real: Mapping[Node, torch.Tensor] = field(default_factory=dict)
     strict: bool = False
     defers: bool = False
-    ready: Mapping[Token, Result] = field(default_factory=dict)
+    ready: Mapping[Token, LoweringResult] = field(default_factory=dict)
     carried: Mapping[str, GraphModule] | None = None
     decomposed: dict[str, GraphModule] | None = None
     overridden: set[Decided] = field(default_factory=set)

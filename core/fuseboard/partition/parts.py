@@ -29,11 +29,11 @@ def check_parts(
 ) -> None:
     """Hold the answer of ``fuseboard_partition_joint`` against the joint graph.
 
-    :param where: where ``who`` was set, for the message; "" if it wasn't.
+    :param where: by which setting ``who`` decides, for the message; "" if by none.
     :raises ContractError: the parts don't fit. It names ``who``.
     """
     for problem in _problems(forward, backward, joint, num_fwd_outputs):
-        place = f" (set in {where})" if where else ""
+        place = f" ({where})" if where else ""
         raise ContractError(who, "fuseboard_partition_joint", problem + place)
 
 

@@ -22,7 +22,7 @@ from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
 from fuseboard.profile.choose.ranks import several_ranks
-from fuseboard.profile.choose.whole_calls import EAGER, choose_whole_calls
+from fuseboard.profile.choose.whole_calls import EAGER, WholeCalls
 from fuseboard.report.data import CandidateReport
 from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.failure import describe
@@ -44,13 +44,13 @@ class Compiled:
 
     :ivar run: takes what Dynamo's graph takes.
     :ivar call: how it came about.
-    :ivar is_dynamos: it is Dynamo's own graph.
+    :ivar is_dynamo_graph: it is Dynamo's own graph.
     :ivar captured: what AOTAutograd returned.
     """
 
     run: Run
     call: GraphCall
-    is_dynamos: bool = False
+    is_dynamo_graph: bool = False
     captured: Run | None = None
 
     def capture_check(self) -> CaptureCheck:
@@ -108,15 +108,15 @@ def compile_graph(
         try:
             compiled = aot(graph, inputs)
         except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
-            if call.was_compiling or torch_internals.is_dynamos(error):
+            if call.was_compiling or torch_internals.is_dynamo_error(error):
                 raise
             call.pipeline.contain_refused_graph(error)
-            return Compiled(forward_of(graph), call, is_dynamos=True)
+            return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     if call.is_captured_wrong(compiled, example_inputs):
-        return Compiled(forward_of(graph), call, is_dynamos=True)
+        return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     step = call.choose_whole_calls(compiled)
     if step is None:
-        return Compiled(forward_of(graph), call, is_dynamos=True)
+        return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     run = call.watch_autocast(step)
     return Compiled(call.unless_unfit(run, example_inputs), call, captured=compiled)
 
@@ -306,9 +306,9 @@ class GraphCall:
         if stored is None:
             return compiled
         reports = self.pipeline.chosen
-        return choose_whole_calls(
+        return WholeCalls(
             compiled, self.graph, self.mutated, self.session, reports, stored, self.pipeline.runners
-        )
+        ).run()
 
     def unless_unfit(
         self, compiled: Callable[..., Any], example_inputs: Sequence[Any]

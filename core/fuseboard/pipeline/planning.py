@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
-from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats, Stage
+from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.static import as_in_the_example, is_symbolic
@@ -22,11 +22,9 @@ from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placed
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.report.data import GraphReport
+from fuseboard.run.failure import Tripped
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.nodes import target_name
-
-#: Contains a plugin's failure: (report, plugin, stage, error, what ran instead).
-Tripped = Callable[[GraphReport, str, Stage, Exception, str], None]
 
 
 class Planner:
@@ -146,9 +144,6 @@ class Planner:
             return who, plan
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "") or who
-            where = self.session.override_origin("plan", plugin)
-            if where and isinstance(error, PluginError):
-                error.add(f"It decides the plan by {where}.")
             self._tripped(report, plugin, "plan", error, "the default plan")
             return plugin, make_plan(**arguments)
 

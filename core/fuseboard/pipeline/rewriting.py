@@ -8,16 +8,15 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fuseboard.board import Session
-from fuseboard.contracts import Fusion, GraphKind, Stage
+from fuseboard.contracts import Fusion, GraphKind
 from fuseboard.errors import ContractError, LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
 from fuseboard.profile.judge.rewrites import example_values, judge_rewrites
 from fuseboard.report.data import GraphReport
+from fuseboard.run.failure import Tripped
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
-
-Tripped = Callable[[GraphReport, str, Stage, Exception, str], None]
 
 
 class Rewriter:
@@ -80,9 +79,6 @@ class Rewriter:
             if any(one.applied for one in done):
                 self._judge(graph, own, who, report)
         except (PluginError, LoweringError) as error:
-            where = self._session.override_origin("fuse", who)
-            if where and isinstance(error, PluginError):
-                error.add(f"It decides the rewrites by {where}.")
             self._tripped(report, who, "fuse", error, "the graph without its rewrites")
             return None
         if fusions is None:

@@ -20,7 +20,7 @@ from fuseboard.contracts import (
     Plan,
     Stage,
 )
-from fuseboard.errors import LoweringError, PluginError, RegionError, WrongValues
+from fuseboard.errors import LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.overriding import Decided
@@ -50,7 +50,7 @@ from fuseboard.report.data import CandidateReport, GraphReport, ledger
 from fuseboard.report.nodes import describe_ends, describe_node
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.captured_graph import CapturedGraph
-from fuseboard.run.failure import CONTAINING, ask, describe, trip
+from fuseboard.run.failure import contain, trip
 from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
@@ -116,7 +116,7 @@ class Pipeline:
         self.capture_decision: StoredDecision | None = None
         #: Of each graph, in that order, where another process is to have them; else None.
         self.records: list[Record] | None = None
-        # What tripped before there was a graph: row in the report of the first.
+        # What tripped before there was a graph: noted in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
     def contain_at_capture(self, plugin: str, error: Exception) -> None:
@@ -185,7 +185,7 @@ class Pipeline:
         try:
             who, parts = self.session.first("fuseboard_partition_joint", **own)
             if who != "defaults":
-                where = self.session.set_where("partition_joint", who)
+                where = self.session.override_origin("partition_joint", who)
                 forward, backward = parts
                 outputs = arguments["num_fwd_outputs"]
                 check_parts(forward, backward, arguments["joint"], outputs, who, where)
@@ -396,12 +396,12 @@ class Pipeline:
         self, report: GraphReport, plugin: str, stage: Stage, error: BaseException, instead: str
     ) -> None:
         """Contain a failure that isn't a region's, or raise it if the policy says so."""
-        action, who = ask(self.session, report.name, plugin, stage, error)
-        if action == "raise":
-            raise RegionError(
-                f"plugin {plugin!r} failed in stage {stage!r} on graph {report.name!r}: "
-                f"{describe(error).rstrip('.')}. Not contained: {who}; {CONTAINING}."
-            ) from error
+        if isinstance(error, PluginError) and (
+            where := self.session.override_origin(stage, plugin)
+        ):
+            error.add(f"It decides the {stage} by {where}.")
+        what = f"plugin {plugin!r} failed in stage {stage!r} on graph {report.name!r}"
+        contain(self.session, report.name, plugin, stage, error, what)
         trip(report, plugin, stage, report.name, error, instead)
 
     # --- reporting ------------------------------------------------------------------------------

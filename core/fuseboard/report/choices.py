@@ -14,7 +14,7 @@ _SIZES = (("GB", 1e9), ("MB", 1e6))
 
 
 @dataclass(frozen=True)
-class Row:
+class ChoiceRow:
     """A candidate as people read it; what isn't known is ``-`` or "".
 
     :ivar quartiles: between which half of its calls were.
@@ -35,10 +35,10 @@ class Row:
     notes: tuple[str, ...]
 
 
-def rows(graph: GraphReport) -> list[Row]:
+def rows(graph: GraphReport) -> list[ChoiceRow]:
     """One for each candidate, in order of preference."""
     return [
-        Row(
+        ChoiceRow(
             name=told.name,
             state=told.state,
             latency=NONE if told.latency_us is None else duration(told.latency_us),

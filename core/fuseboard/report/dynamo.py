@@ -22,18 +22,18 @@ from fuseboard.report.data import Break
 
 
 @dataclass
-class Watch:
+class BreakWatch:
     """What Dynamo did while :func:`watch` was open; complete once it is closed."""
 
     breaks: list[Break] = field(default_factory=list)
 
 
 @contextmanager
-def watch() -> Iterator[Watch]:
+def watch() -> Iterator[BreakWatch]:
     """Note where and why Dynamo ends graphs, or leaves functions to Python."""
     from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
-    seen = Watch()
+    seen = BreakWatch()
     reasons_before = len(graph_break_reasons)
     newest = get_compilation_metrics()[-1:]
     try:

@@ -78,7 +78,7 @@ def _choice(graph: GraphReport) -> list[RenderableType]:
     return parts
 
 
-def _candidates(rows: Sequence[choices.Row]) -> Table:
+def _candidates(rows: Sequence[choices.ChoiceRow]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("candidate", overflow="fold")
     table.add_column("", no_wrap=True)

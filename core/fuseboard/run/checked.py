@@ -19,7 +19,7 @@ from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
-from fuseboard.profile.judge.copies import Copies, Kept, Watch
+from fuseboard.profile.judge.copies import Copies, KeptCopies, WriteWatch
 from fuseboard.profile.judge.divergence import first_divergence
 from fuseboard.profile.judge.reference import Reference, make_reference, replayable
 from fuseboard.profile.judge.replays import why_it_writes
@@ -56,7 +56,7 @@ class RegionChecks:
     again: bool = False
     passed: dict[int, Any] = field(default_factory=dict)
     references: dict[Any, Reference | str] | None = None
-    input_copies: Kept | None = None
+    input_copies: KeptCopies | None = None
 
 
 class CheckedRegion:
@@ -144,7 +144,7 @@ class CheckedRegion:
         copies = Copies(args, self._prepared, whole, self._checks.input_copies)
         for number in copies.bare:
             self._note(f"{self._region.name}: whether it writes to input {number} isn't known")
-        watch = Watch(copies) if how == "watched" else None
+        watch = WriteWatch(copies) if how == "watched" else None
         try:
             result = self._guarded(args if watch is not None else list(copies.values), reference_s)
         finally:

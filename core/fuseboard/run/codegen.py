@@ -8,7 +8,7 @@ import math
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
@@ -134,17 +134,3 @@ class Source:
         """The same beside an operator: without parentheses ``-2 ** x`` is ``-(2 ** x)``."""
         text = self.literal(value, names)
         return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def last_uses(nodes: Iterable[Node], kept: Iterable[Node]) -> dict[Node, list[Node]]:
-    """After which node each value may be let go; values in ``kept`` never are."""
-    last: dict[Node, Node] = {}
-    for node in nodes:
-        for used in node.all_input_nodes:
-            last[used] = node
-    held = set(kept)
-    drops: dict[Node, list[Node]] = {}
-    for used, user in last.items():
-        if used not in held:
-            drops.setdefault(user, []).append(used)
-    return drops

@@ -23,7 +23,8 @@ from fuseboard.contracts import (
     Region,
 )
 from fuseboard.hookspecs import hookimpl
-from fuseboard.run.codegen import Source, last_uses
+from fuseboard.run.codegen import Source
+from fuseboard.run.liveness import drops
 
 
 @hookimpl
@@ -80,17 +81,16 @@ def write_nodes(
 ) -> None:
     """Write every computing node and the return of a graph."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    drops = last_uses(graph.nodes, kept=output.all_input_nodes)
-    for node in graph.nodes:
+    dropped = drops(
+        [(node.all_input_nodes, [node]) for node in graph.nodes], output.all_input_nodes
+    )
+    for node, unused in zip(graph.nodes, dropped, strict=True):
         if node.op == "get_attr":
             names[node] = source.bind(operator.attrgetter(str(node.target))(owner), node.name)
         elif node.op == "call_function":
             names[node] = source.unique(node.name)
             source.line(f"{names[node]} = {source.call(node, names)}")
             # A getitem's source is dropped with it: the tuple would keep its tensors alive.
-            gone = [names[used] for used in drops.get(node, ()) if used.op != "get_attr"]
-            if not node.users:
-                gone.append(names[node])
-            if gone:
-                source.line(f"del {', '.join(gone)}")
+            if unused:
+                source.line(f"del {', '.join(names[used] for used in unused)}")
     source.line(f"return {source.literal(tuple(output.args[0]), names)}")

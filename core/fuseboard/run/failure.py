@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from fuseboard.board import Session
 from fuseboard.contracts import FailureAction, Region, Stage, Trip
@@ -10,6 +11,9 @@ from fuseboard.errors import PluginError, RegionError
 from fuseboard.report.data import GraphReport
 
 log = logging.getLogger("fuseboard")
+
+#: Contains a plugin's failure: (report, plugin, stage, error, what ran instead).
+Tripped = Callable[[GraphReport, str, Stage, Exception, str], None]
 
 #: What to do about a failure that is raised.
 CONTAINING = "'next' and 'eager' contain it"
@@ -55,6 +59,21 @@ def contained(
     if action == "raise":
         raise region_error(region, stage, error, f"{who}; {CONTAINING}") from error
     return action
+
+
+def contain(
+    session: Session, name: str, plugin: str, stage: Stage, error: BaseException, what: str
+) -> None:
+    """Go on after a failure that isn't a region's, unless the policy is to raise.
+
+    :param name: of the graph or the region, for the hook.
+    :param what: failed, for the message; "" where the error says it.
+    :raises RegionError: the policy is to raise; chained to the error.
+    """
+    action, who = ask(session, name, plugin, stage, error)
+    if action == "raise":
+        text = f"{what}: {describe(error).rstrip('.')}" if what else str(error)
+        raise RegionError(f"{text}. Not contained: {who}; {CONTAINING}.") from error
 
 
 def trip(

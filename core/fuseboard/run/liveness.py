@@ -24,7 +24,7 @@ def needed_nodes(kept: Sequence[Node], results: Sequence[Any]) -> list[Node]:
 def drops(
     steps: Sequence[tuple[Sequence[Node], Sequence[Node]]],
     results: Sequence[Any],
-    keep_inputs: bool,
+    keep_inputs: bool = False,
 ) -> list[list[Node]]:
     """What to let go after each step.
 

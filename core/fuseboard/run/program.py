@@ -188,14 +188,8 @@ class Program:
             prepared = f", *{self._values}" if self.sets is not None else ""
             result = f"{finish}({result}, [{everything}{prepared}])"
         source.line(f"return {result}", indent)
-        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
-        if contained:
-            state = f", {random_state}" if checked else ""
-            recover = self._bound(source, handlers.recover, "recover")
-            source.line(f"return {recover}(error, {site_local}, [{everything}]{state})", 2)
-        else:
-            blame = self._bound(source, handlers.blame, "blame")
-            source.line(f"raise {blame}(error, {site_local}) from error", 2)
+        inputs = f"[{everything}]" + (f", {random_state}" if checked else "")
+        self._write_except(source, handlers, site_local, inputs if contained else "")
         return source.function(name, "args")
 
     def _open(self, source: Source) -> tuple[dict[Node, str], str]:
@@ -249,16 +243,24 @@ class Program:
             source.line(f"return {given_back}", 2)
         else:
             source.line(f"return {region}(args)", 2)
-        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
-        if backward:
-            blame = self._bound(source, handlers.blame, "blame")
-            source.line(f"raise {blame}(error, 0) from error", 2)
-        else:
-            recover = self._bound(source, handlers.recover, "recover")
-            source.line(f"return {recover}(error, 0, inputs)", 2)
+        self._write_except(source, handlers, "0", "" if backward else "inputs")
         return source.function(name, "args")
 
     # --- their parts ----------------------------------------------------------------------------
+
+    def _write_except(self, source: Source, handlers: Handlers, site: str, inputs: str) -> None:
+        """Answer a failure, or raise it.
+
+        :param site: the number of the site that was running.
+        :param inputs: by which the call can be answered in another way; "" where it can't.
+        """
+        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
+        if inputs:
+            recover = self._bound(source, handlers.recover, "recover")
+            source.line(f"return {recover}(error, {site}, {inputs})", 2)
+        else:
+            blame = self._bound(source, handlers.blame, "blame")
+            source.line(f"raise {blame}(error, {site}) from error", 2)
 
     def _write_sizes_check(self, source: Source, handlers: Handlers) -> None:
         """Check the first call of each new bucket of sizes."""

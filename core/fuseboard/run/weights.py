@@ -154,9 +154,9 @@ class WeightSets:
     :ivar last: the entry that served the latest call; the generated code looks at it only.
     :ivar version_of: the quick function, until an inference tensor is met.
     :ivar prepare_s: what preparing takes, in seconds; 0 until it was done.
-    :ivar unprepared_s: what a call without takes, in seconds; 0 while it isn't known.
+    :ivar unprepared_s: what an unprepared call takes, in seconds; 0 while it isn't known.
     :ivar share: of that, what a call with prepared values saves.
-    :ivar unversioned: the last call without had inference tensors among its weights.
+    :ivar unversioned: the last unprepared call had inference tensors among its weights.
     :param why_no_room: why nothing may be prepared from some weights at present; "" if it may.
     """
 

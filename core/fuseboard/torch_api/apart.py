@@ -18,7 +18,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompileCall:
     """How a callable that ``torch.compile`` returned was made.
 
     :ivar original: what was compiled.
@@ -33,7 +33,7 @@ class Compiled:
     how: Mapping[str, Any]
 
 
-def compiled_from(fn: Callable[..., Any]) -> Compiled | None:
+def compiled_from(fn: Callable[..., Any]) -> CompileCall | None:
     """How ``fn`` was compiled; None if it wasn't."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
 
@@ -51,9 +51,9 @@ def compiled_from(fn: Callable[..., Any]) -> Compiled | None:
             return None
         context = _context_of(fn)
     if context is None or not callable(context.callback):
-        return Compiled(original, None, {}, {})
+        return CompileCall(original, None, {}, {})
     wrapper = innermost_backend(context.callback)
-    return Compiled(
+    return CompileCall(
         original=original,
         backend=getattr(wrapper, "compiler_fn", wrapper),
         options=dict(getattr(wrapper, "kwargs", {})),

@@ -78,7 +78,7 @@ def inputs_were_changed() -> bool:
     return metadata is None or bool(tokens) or subclasses_were_unwrapped(context)
 
 
-def is_dynamos(error: BaseException) -> bool:
+def is_dynamo_error(error: BaseException) -> bool:
     """Whether Dynamo itself knows what to do after an error: trace again, or break the graph.
 
     Read in ``torch/_dynamo/output_graph.py`` (``call_user_compiler``) and ``exc.py`` of torch 2.13.

@@ -420,7 +420,7 @@ class Life:
 
         Where calls can't be made without a trace, the user's first one is the first.
         """
-        if compiled.is_dynamos or not compiled.is_decided():
+        if compiled.is_dynamo_graph or not compiled.is_decided():
             return ""
         try:
             return compiled.capture_check().difference_as_it_runs(inputs)
@@ -431,7 +431,7 @@ class Life:
 
     def _install(self, compiled: Compiled) -> None:
         self._compiled = compiled
-        if compiled.is_dynamos:
+        if compiled.is_dynamo_graph:
             self._machine.change(GraphState.SETTLED, lambda: self._route.put(self._own))
             self._tell_settled(EAGER)
         elif self._training:

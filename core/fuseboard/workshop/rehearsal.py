@@ -76,7 +76,7 @@ def _surroundings(request: Request) -> Iterator[None]:
 
 
 def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[GraphReport]) -> Answer:
-    if compiled.is_dynamos:
+    if compiled.is_dynamo_graph:
         return Answer(dynamo_wins=True, reports=tuple(reports))
     try:
         make_call = compiled.capture_check().calls_of(inputs)

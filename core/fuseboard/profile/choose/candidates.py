@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fuseboard.lower.caching import Deferred, Token
-from fuseboard.lower.isolated import Result
+from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.lowering import Lowering
 from fuseboard.partition.regions import Cut
 from fuseboard.profile.costs.database import CandidateCost
@@ -31,14 +31,14 @@ class Candidate:
     :ivar program: None until it is lowered, and again once it has lost.
     :ivar proven: its outputs were right, in this process or an earlier one.
     :ivar undecided: it is out in this process, for nothing that later ones should go by.
-    :ivar dynamo_site: its code, where nothing has to be lowered.
+    :ivar dynamo_site: Dynamo's graph as its code, where nothing has to be lowered.
     """
 
     cuts: list[Cut]
     lowering: Lowering
     row: CandidateReport
     waiting: set[Token] = field(default_factory=set)
-    ready: dict[Token, Result] = field(default_factory=dict)
+    ready: dict[Token, LoweringResult] = field(default_factory=dict)
     postponed: bool = False
     program: Program | None = None
     proven: bool = False
@@ -54,7 +54,7 @@ class Candidate:
         return self.lowering.report.regions
 
     @property
-    def out(self) -> bool:
+    def dropped(self) -> bool:
         """It can't be chosen any more."""
         lost = self.row.state in ("failed", "slower") or bool(self.row.problem)
         return lost and self.program is None

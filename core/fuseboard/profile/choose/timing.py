@@ -15,7 +15,7 @@ from fuseboard.errors import CONTAINED, ContractError, HookTimeout, NotEnoughMem
 from fuseboard.profile.choose.candidates import Candidate
 from fuseboard.profile.choose.measure import measure_calls
 from fuseboard.profile.choose.winner import note_times
-from fuseboard.profile.judge.copies import Kept, Seal, Watch, memory_of
+from fuseboard.profile.judge.copies import Checksums, KeptCopies, WriteWatch, memory_of
 from fuseboard.report.data import GraphReport
 from fuseboard.run.checked import RegionChecks
 from fuseboard.run.failure import decide, trip
@@ -39,7 +39,7 @@ class Timing:
         self._comparisons = 0
 
     def __call__(
-        self, candidates: Sequence[Candidate], inputs: list[Any], kept: Kept
+        self, candidates: Sequence[Candidate], inputs: list[Any], kept: KeptCopies
     ) -> tuple[dict[Candidate, Measurement], dict[Candidate, BaseException]]:
         """What each one takes, and the exceptions of those that raised, or did what they mustn't.
 
@@ -106,7 +106,7 @@ class Timing:
         problem = f"its calls took over {self._limit_s:.3g} s while they were timed"
         return HookTimeout("", "fuseboard_lower", problem)
 
-    def _watch(self, kept: Kept) -> Watch | None:
+    def _watch(self, kept: KeptCopies) -> WriteWatch | None:
         try:
             return kept.watch()
         except NotEnoughMemory as error:
@@ -114,7 +114,11 @@ class Timing:
             return None
 
     def _writers(
-        self, candidates: Sequence[Candidate], inputs: list[Any], kept: Kept, written: list[int]
+        self,
+        candidates: Sequence[Candidate],
+        inputs: list[Any],
+        kept: KeptCopies,
+        written: list[int],
     ) -> dict[Candidate, BaseException]:
         """Which candidates write to their inputs; all that may where none does it again."""
         found: dict[Candidate, BaseException] = {}
@@ -179,11 +183,11 @@ def _changing(calls: Mapping[Candidate, Callable[[], Any]]) -> dict[Candidate, B
     return found
 
 
-def _seals(candidate: Candidate) -> list[Seal]:
+def _seals(candidate: Candidate) -> list[Checksums]:
     """On what was prepared from weights for a candidate's regions."""
     sets = candidate.program.sets if candidate.program is not None else None
     memories = map(memory_of, sets.last.values if sets is not None else ())
-    return [Seal(memory) for memory in memories if memory is not None]
+    return [Checksums(memory) for memory in memories if memory is not None]
 
 
 def _wrote(candidate: Candidate, what: str) -> ContractError:

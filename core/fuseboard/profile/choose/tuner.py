@@ -20,7 +20,7 @@ from fuseboard.contracts import Boxed, Event, Stage
 from fuseboard.errors import CONTAINED, LoweringError, NotEnoughMemory, RegionError
 from fuseboard.lower import background
 from fuseboard.lower.caching import Token
-from fuseboard.lower.isolated import Result
+from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.profile.choose.candidates import Candidate, tell_what_preparing_gains
 from fuseboard.profile.choose.layouts import Layouts
@@ -29,11 +29,11 @@ from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.timing import Timing
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import Decision
-from fuseboard.profile.judge.copies import Kept
+from fuseboard.profile.judge.copies import KeptCopies
 from fuseboard.profile.judge.replays import generators_put_back
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.checked import RegionChecks
-from fuseboard.run.failure import CONTAINING, ask, decide, describe, trip
+from fuseboard.run.failure import contain, decide, describe, trip
 from fuseboard.run.kept_inputs import KeptInputs
 from fuseboard.run.runner import Runner
 from fuseboard.run.weights import any_version
@@ -137,7 +137,7 @@ class Tuner:
                 candidate.recall(cost, lost=candidate is not winner, settled=decision.settled)
         winner.proven = True
         self._install(winner)
-        return [c for c in self._candidates if c is not winner and not c.out]
+        return [c for c in self._candidates if c is not winner and not c.dropped]
 
     def _takes_long(self, candidate: Candidate) -> bool:
         quick = {info.name for info in self._session.backends if info.compiles_quickly}
@@ -160,13 +160,15 @@ class Tuner:
 
     # --- when something has been compiled --------------------------------------------------------
 
-    def compiled(self, candidate: Candidate, token: Token, result: Result, seconds: float) -> None:
+    def compiled(
+        self, candidate: Candidate, token: Token, result: LoweringResult, seconds: float
+    ) -> None:
         """In the worker's thread: note a result; the next call compares what is complete."""
         with self._lock:  # a comparison that is under way ends first
             candidate.ready[token] = result
             candidate.row.compile_s = (candidate.row.compile_s or 0.0) + seconds
             candidate.waiting.discard(token)
-            if not candidate.waiting and not candidate.out:
+            if not candidate.waiting and not candidate.dropped:
                 self._due.append(candidate)
                 self._runner.interrupt(self._call)
 
@@ -233,7 +235,7 @@ class Tuner:
         due, self._due = self._due, []
         self._crowded = []
         order = [c for c in self._candidates if c in due or c is self._chosen]
-        kept = Kept(inputs)
+        kept = KeptCopies(inputs)
         checks = RegionChecks(
             self._session.settings.verify != "off", references={}, input_copies=kept
         )
@@ -251,14 +253,15 @@ class Tuner:
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
                 if not candidate.proven and not self._verify(candidate, inputs, checks, layouts):
-                    if candidate not in self._crowded and not candidate.out:  # eager raises as well
+                    # Where it neither ran short of memory nor is out, eager raises as well.
+                    if candidate not in self._crowded and not candidate.dropped:
                         self._due = due
                         self._runner.interrupt(self._call)
                         return
                     continue
                 if self._chosen is None:
                     self._install(candidate)  # if the user interrupts, there is something to run
-            right = [candidate for candidate in order if candidate.proven and not candidate.out]
+            right = [candidate for candidate in order if candidate.proven and not candidate.dropped]
             checks.references = None
             winner = self._winner(right, inputs, kept)
         self._due = self._crowded
@@ -268,7 +271,7 @@ class Tuner:
             self._run_eager()
             return
         for candidate in right:
-            if candidate is not winner and not candidate.out:
+            if candidate is not winner and not candidate.dropped:
                 candidate.drop("slower")
         self._report.decided = f"{'measured' if len(right) > 1 else 'verified'} in a call"
         self._chosen = winner
@@ -281,7 +284,9 @@ class Tuner:
             self._stored.record(winner.name, self._report.candidates, self.settled, undecided)
         emit(self._report)
 
-    def _winner(self, right: list[Candidate], inputs: list[Any], kept: Kept) -> Candidate | None:
+    def _winner(
+        self, right: list[Candidate], inputs: list[Any], kept: KeptCopies
+    ) -> Candidate | None:
         """The fastest of what is right, as this rank or another one decides."""
 
         def name() -> str:
@@ -351,7 +356,9 @@ class Tuner:
             candidate, inputs, checks, layouts
         )
 
-    def _fastest(self, right: list[Candidate], inputs: list[Any], kept: Kept) -> Candidate | None:
+    def _fastest(
+        self, right: list[Candidate], inputs: list[Any], kept: KeptCopies
+    ) -> Candidate | None:
         """Time candidates in turn; what raises now, or writes to its inputs, is out."""
         times, errors = self._timing(right, inputs, kept)
         for candidate, error in errors.items():
@@ -397,18 +404,14 @@ class Tuner:
 
         :raises RegionError: the policy is to raise.
         """
-        others = [c.name for c in self._candidates if c is not candidate and not c.out]
+        others = [c.name for c in self._candidates if c is not candidate and not c.dropped]
         if candidate.dynamo_site is not None:
             self._runner.uncompiled = self._runner.captured.eager
         instead = "eager" if others in ([], ["eager"]) else "the other candidates"
         plugin = getattr(error, "plugin", "") or candidate.cuts[0].backend
         candidate.undecided = isinstance(error, LoweringError) and not error.for_good
         candidate.drop("failed", describe(error))
-        action, who = ask(self._session, self.name, plugin, stage, error)
-        if action == "raise":
-            raise RegionError(
-                f"candidate {candidate.name!r} of graph {self.name!r} failed in stage {stage!r}: "
-                f"{describe(error).rstrip('.')}. Not contained: {who}; {CONTAINING}."
-            ) from error
+        what = f"candidate {candidate.name!r} of graph {self.name!r} failed in stage {stage!r}"
+        contain(self._session, self.name, plugin, stage, error, what)
         source = next((s for r in candidate.regions for s in r.sources), "")
         trip(self._report, plugin, stage, self.name, error, instead, source)

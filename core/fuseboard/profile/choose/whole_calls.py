@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fuseboard.board import Session
 from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event, Measurement
-from fuseboard.errors import CONTAINED, ContractError, RegionError
+from fuseboard.errors import CONTAINED, ContractError
 from fuseboard.lower import background
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
@@ -33,13 +33,13 @@ from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import CandidateCost
-from fuseboard.profile.judge.copies import Kept
+from fuseboard.profile.judge.copies import KeptCopies
 from fuseboard.profile.judge.replays import generators_put_back, without_anomaly_mode
 from fuseboard.report.choices import duration, size
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.report.nodes import describe_node
 from fuseboard.report.structured_trace import emit
-from fuseboard.run.failure import CONTAINING, ask, describe, trip
+from fuseboard.run.failure import contain, describe, trip
 from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.run.runner import Runner
 from fuseboard.spare_memory import free_bytes
@@ -52,44 +52,6 @@ Run = Callable[..., Any]
 
 #: What the two are called where decisions are kept.
 COMPILED, EAGER = "compiled", "eager"
-
-
-def choose_whole_calls(
-    compiled: Run,
-    graph: GraphModule,
-    mutated: frozenset[int],
-    session: Session,
-    reports: Mapping[str, GraphReport],
-    stored: StoredDecision,
-    runners: Sequence[Runner],
-) -> Run | None:
-    """What runs the calls of a training graph, or of an inference graph; None: Dynamo's own graph.
-
-    :param graph: Dynamo's.
-    :param mutated: positions of the inputs that it writes to.
-    :param reports: of the ``inference`` graph, or of the ``forward`` and, once it is compiled, the
-        ``backward`` graph, where they are chosen by measurement.
-    :param stored: where the decision is kept.
-    :param runners: of the graphs that are compiled; the backward's comes later.
-    """
-    if session.eager_is_fallback_only or several_ranks() or _is_special(graph):
-        return compiled
-    if "forward" in reports and _saves_memory(session):
-        return compiled
-    decision = stored.find()
-    if decision is not None:
-        if decision.winner == EAGER:
-            report = _first(reports)
-            report.notes.append(f"{_RUNS[report.kind]}, as the cost database has it")
-            note_dynamo_runs(report.kind, _times(decision.candidates), runners)
-            return None
-        return compiled
-    calls = _WholeCalls(compiled, graph, mutated, session, reports, stored, runners)
-
-    def run(*args: Any) -> Any:
-        return calls.call(*args)
-
-    return run
 
 
 def _first(reports: Mapping[str, GraphReport]) -> GraphReport:
@@ -121,9 +83,15 @@ _RUNS = {
 _SUBJECTS = {"forward": "forward and backward together", "inference": "whole calls"}
 
 
-class _WholeCalls:
-    """Runs what was compiled until a call can decide.
+class WholeCalls:
+    """The choice of what runs whole calls: what was compiled, until a call can decide.
 
+    :param graph: Dynamo's.
+    :param mutated: positions of the inputs that it writes to.
+    :param reports: of the ``inference`` graph, or of the ``forward`` and, once it is compiled, the
+        ``backward`` graph, where they are chosen by measurement.
+    :param stored: where the decision is kept.
+    :param runners: of the graphs that are compiled; the backward's comes later.
     :ivar call: what runs the next call.
     """
 
@@ -139,6 +107,7 @@ class _WholeCalls:
     ) -> None:
         self.call: Run = self._watch
         self._compiled = compiled
+        self._graph = graph
         self._eager: Run = forward_of(graph)
         self._mutated = mutated
         self._session = session
@@ -148,6 +117,23 @@ class _WholeCalls:
         self._stored = stored
         self._runners = runners
         self._lock = threading.Lock()
+
+    def run(self) -> Run | None:
+        """What runs the calls from now on; None: Dynamo's own graph."""
+        session = self._session
+        if session.eager_is_fallback_only or several_ranks() or _is_special(self._graph):
+            return self._compiled
+        if self._training and _saves_memory(session):
+            return self._compiled
+        decision = self._stored.find()
+        if decision is None:
+            return lambda *args: self.call(*args)
+        if decision.winner != EAGER:
+            return self._compiled
+        kind = self._report.kind
+        self._report.notes.append(f"{_RUNS[kind]}, as the cost database has it")
+        note_dynamo_runs(kind, _times(decision.candidates), self._runners)
+        return None
 
     def _watch(self, *args: Any) -> Any:
         settled = all(report.settled for report in self._reports.values())
@@ -186,7 +172,7 @@ class _WholeCalls:
                 generators_put_back(),
                 without_anomaly_mode(),
             ):
-                watch = Kept(args).watch()
+                watch = KeptCopies(args).watch()
                 try:
                     measured, peaks = self._measure(args)
                 finally:
@@ -226,9 +212,7 @@ class _WholeCalls:
             others = ", or another one did," if len(backends) > 1 else ""
             problem = f"it wrote{others} to the inputs {list(written)} of a call that was timed"
             error = ContractError(backend, "fuseboard_lower", problem)
-            action, who = ask(session, report.name, backend, "profile", error)
-            if action == "raise":
-                raise RegionError(f"{error}. Not contained: {who}; {CONTAINING}.") from error
+            contain(session, report.name, backend, "profile", error, "")
             trip(report, backend, "profile", report.name, error, "Dynamo's own graph")
         failed = CandidateReport(COMPILED, "failed", problem=describe(error))
         self._stored.record(EAGER, [failed], settled=True)

@@ -1,4 +1,4 @@
-"""The rule by which measurements decide, and what reports are row of them."""
+"""The rule by which measurements decide, and what reports say of them."""
 
 from __future__ import annotations
 

@@ -59,11 +59,15 @@ class Copies:
     """
 
     def __init__(
-        self, values: Sequence[Any], sealed: int = 0, whole: bool = False, kept: Kept | None = None
+        self,
+        values: Sequence[Any],
+        sealed: int = 0,
+        whole: bool = False,
+        kept: KeptCopies | None = None,
     ) -> None:
         own = len(values) - sealed
         self._kept = None if whole else kept
-        self._twins: dict[int, Twin] = {}
+        self._twins: dict[int, TensorCopy] = {}
         places: dict[int, torch.Tensor] = {}
         for i, value in enumerate(values[:own]):
             if self._kept is not None and (twin := self._kept.of(value)) is not None:
@@ -72,9 +76,9 @@ class Copies:
                 places[i] = memory
         room = _room(places.values())
         for i, memory in places.items():
-            self._twins[i] = Twin(values[i], memory, room, whole)
+            self._twins[i] = TensorCopy(values[i], memory, room, whole)
         memories = ((i, memory_of(values[i])) for i in range(own, len(values)))
-        self._seals = {i: Seal(memory) for i, memory in memories if memory is not None}
+        self._seals = {i: Checksums(memory) for i, memory in memories if memory is not None}
         self.values = [self._twins[i].copy if i in self._twins else v for i, v in enumerate(values)]
         self.bare = [
             i
@@ -112,7 +116,7 @@ class Copies:
         return type(results)(map(one, results))
 
 
-class Kept:
+class KeptCopies:
     """Copies of a graph's inputs that serve several calls, each made when it is first wanted.
 
     None is kept where they are a large part of the free memory.
@@ -122,31 +126,31 @@ class Kept:
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._inputs = inputs
-        self._twins: dict[int, Twin] = {}
+        self._twins: dict[int, TensorCopy] = {}
         found = {id(value): memory_of(value) for value in inputs if _can_be_copied(value)}
         places = {key: memory for key, memory in found.items() if memory is not None}
         self._places = {} if _short(places.values(), KEPT_SHARE) else places
 
-    def of(self, value: Any) -> Twin | None:
+    def of(self, value: Any) -> TensorCopy | None:
         """The copy of one of the inputs, if these are kept."""
         memory = self._places.get(id(value))
         if memory is not None and id(value) not in self._twins:
-            self._twins[id(value)] = Twin(value, memory)
+            self._twins[id(value)] = TensorCopy(value, memory)
         return self._twins.get(id(value))
 
-    def forget(self, twin: Twin) -> None:
+    def forget(self, twin: TensorCopy) -> None:
         """Don't use a copy again."""
         self._twins.pop(id(twin.original), None)
 
-    def watch(self) -> Watch:
+    def watch(self) -> WriteWatch:
         """Look for writes to the inputs from now on.
 
         :raises NotEnoughMemory: there is no room for copies of them.
         """
-        return Watch(Copies(self._inputs, kept=self))
+        return WriteWatch(Copies(self._inputs, kept=self))
 
 
-class Watch:
+class WriteWatch:
     """Copies of tensors that calls use themselves, to undo what they write."""
 
     def __init__(self, copies: Copies) -> None:
@@ -169,7 +173,7 @@ class Watch:
         return sorted([*written, *(i for i, seal in self._seals.items() if seal.is_broken())])
 
 
-class Twin:
+class TensorCopy:
     """A tensor and its copy, with the same strides, offset and gaps, at a like address.
 
     :param memory: of the tensor.
@@ -235,7 +239,7 @@ class Twin:
         return _view(result, storage, offset // result.element_size())
 
 
-class Seal:
+class Checksums:
     """Sums over a tensor's memory, by which writes are noticed without a copy.
 
     One that leaves the sum of the words of each 8 KiB as it was goes unseen.

@@ -24,7 +24,7 @@ _CALL = re.compile(r"\b_region(?P<number>\d+)(?:_(?P<backend>[A-Za-z]\w*?))?(?:_
 
 
 @dataclass(frozen=True)
-class Place:
+class RegionFrame:
     """Where a line of a runner belongs.
 
     :ivar region: such as ``inference0.region1``; the graph's name where it is none of its regions.
@@ -40,44 +40,46 @@ class Place:
         return f"{self.region} [{self.backend}]"
 
 
-def locate_regions(frames: Iterable[StackFrame]) -> dict[tuple[str, int], Place]:
+def locate_regions(frames: Iterable[StackFrame]) -> dict[tuple[str, int], RegionFrame]:
     """(file, line) of each frame in a runner → its place."""
     known = {
         graph.name: {region.name: region.backend for region in graph.regions}
         for graph in ledger.graphs()
     }
-    places: dict[tuple[str, int], Place] = {}
+    places: dict[tuple[str, int], RegionFrame] = {}
     for file, line in {(f.file, f.line) for f in frames if f.file.startswith("<fuseboard:")}:
         match = _FILE.match(file)
         if match is not None:
             graph = match["graph"]
             places[file, line] = (
-                Place(graph, "trials")
+                RegionFrame(graph, "trials")
                 if match["trial"]
                 else _place(graph, known.get(graph, {}), linecache.getlines(file), line)
             )
     return places
 
 
-def _place(graph: str, backends: Mapping[str, str], lines: list[str], line: int) -> Place:
+def _place(graph: str, backends: Mapping[str, str], lines: list[str], line: int) -> RegionFrame:
     """Of a line of a runner; 0 where it isn't known, as in stacks of perf.
 
     :param backends: of the graph's regions, by name, as it is now: it may have been another plan's.
     """
     if not 0 < line <= len(lines):
         if len(backends) != 1:
-            return Place(graph, "any")
+            return RegionFrame(graph, "any")
         ((region, backend),) = backends.items()
-        return Place(region, backend)
+        return RegionFrame(region, backend)
     call = _CALL.search(lines[line - 1])
     if call is None:
-        return Place(graph, "board")
+        return RegionFrame(graph, "board")
     sites = [site["number"] for text in lines[:line] if (site := _SITE.match(text))]
     region = f"{graph}.region{sites[-1] if sites else call['number']}"
-    return Place(region, call["backend"] or backends.get(region, "unknown"))
+    return RegionFrame(region, call["backend"] or backends.get(region, "unknown"))
 
 
-def place_of(stack: Iterable[StackFrame], places: Mapping[tuple[str, int], Place]) -> Place | None:
+def place_of(
+    stack: Iterable[StackFrame], places: Mapping[tuple[str, int], RegionFrame]
+) -> RegionFrame | None:
     """The innermost place on a stack (outermost call first); None outside of compiled code."""
     found = None
     for frame in stack:

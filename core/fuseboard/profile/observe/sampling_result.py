@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.contracts import StackFrame, StackSample
-from fuseboard.profile.observe.sampling_regions import Place, place_of
+from fuseboard.profile.observe.sampling_regions import RegionFrame, place_of
 
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 #: The rows of :meth:`SampledProfile.region_shares` for samples that are in no region.
-OUTSIDE = Place("outside of compiled code", "")
+OUTSIDE = RegionFrame("outside of compiled code", "")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SampledProfile:
     tags: tuple[str, ...]
     samples: tuple[StackSample, ...]
     notes: tuple[str, ...] = ()
-    regions: Mapping[tuple[str, int], Place] = field(default_factory=dict)
+    regions: Mapping[tuple[str, int], RegionFrame] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -75,7 +75,7 @@ class SampledProfile:
         the calling thread is what is seen. Largest first, what is outside last; nothing where there
         are no samples.
         """
-        counts: Counter[Place] = Counter()
+        counts: Counter[RegionFrame] = Counter()
         for sample in self.samples:
             counts[place_of(sample.stack, self.regions) or OUTSIDE] += sample.count
         total = self.total

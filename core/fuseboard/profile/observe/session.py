@@ -36,14 +36,14 @@ METHOD_LIMIT_S = 10.0
 
 
 @dataclass
-class Candidate:
+class SamplerCandidate:
     """A plugin's sampler, not started yet."""
 
     plugin: str
     sampler: Sampler
 
 
-def find_samplers(name: str | None = None) -> tuple[list[Candidate], list[str]]:
+def find_samplers(name: str | None = None) -> tuple[list[SamplerCandidate], list[str]]:
     """The samplers of the board, best first, and why others can't be used.
 
     :param name: the plugin whose sampler is wanted; None for any.
@@ -60,7 +60,7 @@ def find_samplers(name: str | None = None) -> tuple[list[Candidate], list[str]]:
             or (state.state in ("blocked", "quarantined") and state.name == name)
         )
     ]
-    found: list[Candidate] = []
+    found: list[SamplerCandidate] = []
     for plugin in session.with_hook(HOOK):
         if name not in (None, plugin):
             continue
@@ -70,7 +70,7 @@ def find_samplers(name: str | None = None) -> tuple[list[Candidate], list[str]]:
             problems.append(str(error))
             continue
         if sampler is not None:
-            found.append(Candidate(plugin, sampler))
+            found.append(SamplerCandidate(plugin, sampler))
     found.sort(key=lambda candidate: not candidate.sampler.python_frames)
     if not found and not problems:
         problems.append(_nothing(name, [s.name for s in states if s.state == "blocked"]))
@@ -87,7 +87,9 @@ def _nothing(name: str | None, blocked: Sequence[str]) -> str:
 class SamplingSession:
     """A sampler that runs on this process, until :meth:`close`."""
 
-    def __init__(self, candidate: Candidate, options: SamplingOptions, notes: list[str]) -> None:
+    def __init__(
+        self, candidate: SamplerCandidate, options: SamplingOptions, notes: list[str]
+    ) -> None:
         self.run_id = str(uuid.uuid4())
         self.plugin = candidate.plugin
         self._sampler = candidate.sampler
