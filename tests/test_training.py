@@ -172,15 +172,6 @@ def test_gradients_of_some_inputs_and_outputs():
         assert_same(*results)
 
 
-def test_double_backward_is_refused_as_torch_does():
-    """AOTAutograd has none: its own error, untouched."""
-    fn = compiled(lambda x: x.sin().sum())
-    x = rnd(3).requires_grad_()
-    (gradient,) = torch.autograd.grad(fn(x), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        gradient.sum().backward()
-
-
 def test_accumulated_and_retained_gradients():
     """``retain_graph`` runs the same backward again on the same saved tensors."""
     fn = compiled(lambda x: x.exp().sin().sum())

@@ -259,6 +259,41 @@ def test_writes_views_and_identities_are_eagers_after_the_swap():
             assert fuseboard.wait(120)
 
 
+def penalised(run, x):
+    """The gradient of a loss that holds the square of its gradient."""
+    loss = run(x).sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    return torch.autograd.grad(loss + first.square().sum(), x)
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("first", [False, True], ids=["later", "from the start"])
+def test_gradients_of_gradients_after_the_swap(first):
+    """AOTAutograd would drop them: of ``softmax`` the backward saves the result alone."""
+    model, x = mlp(), torch.randn(8, 64, requires_grad=True)
+    run = pinned(model, "inductor")
+    if first:
+        torch.testing.assert_close(penalised(run, x), penalised(model, x))
+    else:
+        run(x).sum().backward()
+    assert fuseboard.wait(200)
+    assert [one.kind for one in loaded()] == ["forward", "backward"]
+    for _ in range(2):
+        torch.testing.assert_close(penalised(run, x), penalised(model, x))
+
+
+@pytest.mark.usefixtures("chosen")
+def test_what_has_no_second_gradient_isn_t_swapped_in_where_one_is_asked_for():
+    """It would refuse what went well before."""
+    model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(64), torch.nn.Sigmoid())
+    x = torch.randn(8, 64, requires_grad=True)
+    run = pinned(model, "inductor")
+    for _ in range(2):
+        torch.testing.assert_close(penalised(run, x), penalised(model, x))
+        fuseboard.wait(200)
+    assert any("differentiated twice" in one.instead for one in fuseboard.last_report().graphs)
+
+
 def test_random_numbers_of_the_user_are_left_alone():
     """The threads draw none, and put no generator back."""
     model, x = torch.nn.Sequential(mlp(), torch.nn.Dropout(0.5)), torch.randn(8, 64)

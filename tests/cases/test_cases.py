@@ -29,8 +29,6 @@ QUICK = ["mkldnn", "onnxruntime", "eager"]
 #: What AOTAutograd or Dynamo does otherwise than eager, and the board doesn't mend yet. Where
 #: Dynamo's own graph is chosen some are right, so that these may pass.
 KNOWN = {
-    "case_11_gradient_penalty": "AOTAutograd drops a second gradient where no saved tensor has one",
-    "case_12_no_gradient": "AOTAutograd gives zeros where eager gives None",
     "case_15_function_mode": "Dynamo doesn't trace a mode into the body of a checkpoint",
     "case_21_inference_inside": "AOTAutograd drops an inference mode that is entered inside",
 }

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from fuseboard.board import Session
 from fuseboard.capture import mixed_norms, unfit_calls
 from fuseboard.capture.comparison import CannotCompare, CaptureCheck
+from fuseboard.capture.gradients import Gradients
 from fuseboard.capture.original import forward_of, mend_powers
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import CONTAINED, LoweringError, PluginError
@@ -28,6 +29,7 @@ from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.failure import describe
 from fuseboard.run.runner import Runner
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
@@ -106,12 +108,14 @@ def compile_graph(
             decompositions=call.decompositions(example_inputs),
         )
         try:
-            compiled = aot(graph, inputs)
+            with noting_functions() as functions:
+                compiled = aot(graph, inputs)
         except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
             if call.was_compiling or torch_internals.is_dynamo_error(error):
                 raise
             call.pipeline.contain_refused_graph(error)
             return Compiled(forward_of(graph), call, is_dynamo_graph=True)
+    call.complete_gradients(functions)
     if call.is_captured_wrong(compiled, example_inputs):
         return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     step = call.choose_whole_calls(compiled)
@@ -128,6 +132,7 @@ class GraphCall:
     :ivar mutated: positions of the inputs that a call writes to.
     :ivar input_count: how many inputs AOTAutograd's graph has.
     :ivar autocast: whether calls are made under autocast.
+    :ivar gradients: of a training graph.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class GraphCall:
         self.autocast = torch_internals.autocast_is_on()
         self.mutated: frozenset[int] = frozenset()
         self.input_count = 0
+        self.gradients: Gradients | None = None
 
     @contextmanager
     def with_example_inputs(self, example_inputs: Sequence[Any]) -> Iterator[None]:
@@ -322,8 +328,29 @@ class GraphCall:
             conditions.append(unfit_calls.writes_in_a_checkpoint)
         if self.mutated:
             conditions.append(unfit_calls.other_overlaps(example_inputs))
+        if self.gradients is not None and self.gradients.why_not:
+            conditions.append(self.gradients.unfit)
         own = forward_of(self.graph)
         return unfit_calls.unless_unfit(compiled, own, conditions, self._note)
+
+    def complete_gradients(self, functions: Sequence[Any]) -> None:
+        """Let a training graph's backward do as autograd's does.
+
+        :param functions: the autograd functions that AOTAutograd made.
+        """
+        backwards = [one for one in self.captured_graphs if isinstance(one, CapturedBackward)]
+        if not backwards:
+            return
+        if len(functions) != 1 or len(self.captured_graphs) != 2:
+            self._note(
+                "this torch's AOTAutograd has another autograd function than the board knows: "
+                "gradients of gradients are as it makes them"
+            )
+            return
+        (forward,) = (one for one in self.captured_graphs if one is not backwards[0])
+        fast = self.session.settings.random == "fast"
+        self.gradients = Gradients(self.graph, forward, backwards[0], fast, self.note_backward)
+        self.gradients.take_over(functions[0])
 
     def watch_autocast(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Let backwards know whether they are called under autocast, where AOTAutograd hides it."""

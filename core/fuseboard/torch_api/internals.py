@@ -138,6 +138,13 @@ def before_backward(results: Any, hook: Callable[[], None]) -> None:
         node.register_prehook(lambda gradients: hook())
 
 
+def before_any_backward(results: Any, hook: Callable[[], None]) -> None:
+    """Call a function before the backward of what made each of these results."""
+    nodes = {r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn}
+    for node in nodes:
+        node.register_prehook(lambda gradients: hook())
+
+
 def _made_by_aot_autograd(node: Any) -> Any:
     """The node itself, or what it is a view of; None for other code's."""
     while node is not None and not type(node).__name__.startswith("CompiledFunction"):

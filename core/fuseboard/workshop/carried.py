@@ -35,6 +35,7 @@ from fuseboard.run.checked import RegionChecks
 from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
+from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.dynamo_graphs import tracing_apart
 from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
 
@@ -196,7 +197,10 @@ def unpack(
         )
         with tracing_apart(()):  # as where it was tried: passes of torch's look for one
             _run(call, one, captured, inputs)
-    captured_run = from_bundle(carried.bundle, [entry.boxed() for entry in call.captured_graphs])
+    codes = [captured.boxed() for captured in call.captured_graphs]
+    with noting_functions() as functions:
+        captured_run = from_bundle(carried.bundle, codes)
+    call.complete_gradients(functions)
     run = call.watch_autocast(captured_run)
     return Compiled(call.unless_unfit(run, inputs), call, captured=captured_run)
 

@@ -101,6 +101,8 @@ class Life:
             settled=False,
         )
         self._training = training
+        #: Whether a gradient was computed that is to be differentiated.
+        self._is_twice = False
         self._report.notes.extend([*session.notes, GraphState.WATCHING.value])
         self._began = time.perf_counter()
         self._route = Route(self._begin_with)
@@ -116,7 +118,7 @@ class Life:
         """Answer the first call. Work beside it begins after that: Dynamo is still at its guards
         when it has called its backend."""
         try:
-            return self._own(*args)
+            return self._seen(self._own(*args))
         finally:
             with self._compiling:
                 begins, self._has_begun = not self._has_begun, True
@@ -127,9 +129,18 @@ class Life:
     def _watch(self, *args: Any) -> Any:
         began = slices.enter()
         try:
-            return self._own(*args)
+            return self._seen(self._own(*args))
         finally:
             slices.leave(began)
+
+    def _seen(self, results: Any) -> Any:
+        """Look whether gradients of gradients are asked for, which not all that is compiled has."""
+        if self._training and not self._is_twice:
+            torch_internals.before_any_backward(results, self._look_how_often)
+        return results
+
+    def _look_how_often(self) -> None:
+        self._is_twice |= torch.is_grad_enabled()
 
     # --- for who waits --------------------------------------------------------------------------
 
@@ -397,6 +408,10 @@ class Life:
             except CONTAINED as error:  # a plugin's, or a bug of the board's
                 log.warning("fuseboard: %s can't be loaded: %s", self._frame, describe(error))
                 self.fail(f"what was chosen can't be loaded: {describe(error)}")
+                return
+            gradients = compiled.call.gradients
+            if self._is_twice and gradients is not None and gradients.why_not:
+                self.fail(f"it is differentiated twice, and {gradients.why_not}")
                 return
             ledger.replace(self._report, *(runner.report for runner in compiled.runners))
             if problem:

@@ -1,0 +1,331 @@
+"""Gradients of gradients, and gradients that there are none of: eager's, or a clear refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fuseboard.report.data import ledger
+from tests.support.backends import all_trips, forget_other_graphs
+from tests.support.values import rnd
+
+#: How a graph settles: by the first call, within calls, with one backend alone.
+WAYS = {
+    "first_call": {"settle": "first_call"},
+    "in_calls": {"settle": "in_calls", "backends": ["mkldnn", "eager"]},
+    "mkldnn": {"backends": ["mkldnn"]},
+    "onnxruntime": {"backends": ["onnxruntime"]},
+    "eager": {"backends": ["eager"]},
+}
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    forget_other_graphs(monkeypatch)
+
+
+def compiled(function, way="first_call", **options):
+    more = {"measure_s": 0.01, **WAYS[way], **options}
+    if "backends" not in more:
+        more["backends"] = ["mkldnn", "eager"]
+    return torch.compile(function, backend="fuseboard", options=more)
+
+
+def leaf(*shape, seed=0):
+    torch.manual_seed(seed)
+    return rnd(*shape).requires_grad_()
+
+
+def penalised(function, *inputs):
+    """The gradients of a loss in which the first gradients are."""
+    results = function(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    loss = sum(one.sum() for one in results)
+    wanted = [one for one in inputs if one.requires_grad]
+    first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+    penalty = sum(one.square().sum() for one in first if one is not None)
+    return first, torch.autograd.grad(loss + penalty, wanted, allow_unused=True)
+
+
+def assert_as_eager(function, fn, *inputs, calls=3):
+    for _ in range(calls):
+        torch.testing.assert_close(penalised(fn, *inputs), penalised(function, *inputs))
+
+
+# --- gradients of gradients -----------------------------------------------------------------------
+
+
+def hidden(x, w, v):
+    return torch.tanh(x @ w).sigmoid() @ v
+
+
+CHAINS = {
+    "exp": lambda x: x.exp() * 3,
+    "sigmoid": lambda x: x.sigmoid(),
+    "softmax": lambda x: x.softmax(-1)[:, 0],
+    "sqrt of exp": lambda x: x.exp().sqrt(),
+    "views of one": lambda x: tuple(x.exp().unbind(0)),
+    "view and its base": lambda x: ((y := x.exp() * 2), y.t()),
+    "two results": lambda x: (x.exp(), x.tanh()),
+    "without gradient": lambda x: (x.exp(), x.argmax(-1).float()),
+}
+
+
+@every_way
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_second_gradient_passes_what_only_the_backward_saved(name, way):
+    """Of ``exp`` the result alone is saved, which has no history for AOTAutograd."""
+    assert_as_eager(CHAINS[name], compiled(CHAINS[name], way), leaf(3, 4))
+    assert not all_trips()
+
+
+def test_a_second_gradient_reaches_every_input():
+    """Saved inputs alone would make torch refuse it, and others be dropped."""
+    assert_as_eager(hidden, compiled(hidden), leaf(3, 4), leaf(4, 5, seed=1), leaf(5, 2, seed=2))
+
+
+def test_a_second_gradient_through_inputs_that_others_computed():
+    """One input is computed from another one; each has its own share."""
+    fn = compiled(hidden)
+
+    def whole(inner):
+        def run(x, w):
+            h = x * 2
+            return inner(h.exp(), w * h.sum(), h.t()[:, :2])
+
+        return run
+
+    inputs = leaf(3, 3), leaf(3, 3, seed=1)
+    for _ in range(3):
+        torch.testing.assert_close(penalised(whole(fn), *inputs), penalised(whole(hidden), *inputs))
+
+
+def test_gradients_of_the_third_order():
+    """What Dynamo's own graph computes can be differentiated on."""
+    x = leaf(4)
+
+    def third(function):
+        value = function(x).sum()
+        for _ in range(2):
+            (value,) = torch.autograd.grad(value, x, create_graph=True)
+            value = value.square().sum()
+        return torch.autograd.grad(value, x)
+
+    fn = compiled(torch.exp)
+    for _ in range(2):
+        torch.testing.assert_close(third(fn), third(torch.exp))
+
+
+def test_hessians():
+    """As ``torch.autograd.functional`` computes them."""
+    x = leaf(3).detach()
+
+    def function(x):
+        return (x.exp() * x.flip(0).sigmoid()).sum()
+
+    fn = compiled(function)
+    hessian = torch.autograd.functional.hessian
+    for _ in range(2):
+        torch.testing.assert_close(hessian(fn, x), hessian(function, x))
+
+
+def test_a_gradient_inside_of_compiled_code():
+    """Dynamo breaks the graph around it: one part's gradient is the other part's input."""
+
+    def function(x, w):
+        h = torch.sigmoid(x @ w)
+        (first,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return first.square().sum() + h.sum()
+
+    fn = compiled(function)
+    x, w = leaf(2, 3), leaf(3, 2, seed=1)
+    for _ in range(3):
+        got = torch.autograd.grad(fn(x, w), (x, w))
+        torch.testing.assert_close(got, torch.autograd.grad(function(x, w), (x, w)))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_second_gradient_meets_the_same_random_numbers(rate):
+    """Dropout's mask is the one that the result was made with."""
+
+    def function(x):
+        return torch.nn.functional.dropout(x.exp(), rate)
+
+    fn, x = compiled(function), leaf(40)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        got, after = penalised(fn, x), torch.rand(1)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(got, penalised(function, x))
+        torch.testing.assert_close(after, torch.rand(1))
+
+
+def test_a_second_gradient_under_the_forward_s_autocast():
+    """What was computed in bfloat16 is so again, though the backward is called outside."""
+
+    def function(x, w):
+        return (x @ w).exp()
+
+    def run(function):
+        x, w = leaf(4, 4), leaf(4, 4, seed=1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = function(x, w).sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        return first, *torch.autograd.grad(loss + first.square().sum(), (x, w))
+
+    fn = compiled(function)
+    for _ in range(3):
+        (first, *second), (want, *wanted) = run(fn), run(function)
+        torch.testing.assert_close(first, want, rtol=0, atol=0)
+        for one, other in zip(second, wanted, strict=True):  # compiled in part: rounded elsewhere
+            assert (one - other).norm() <= 2**-6 * other.norm()
+
+
+def test_backward_with_create_graph_leaves_gradients_that_can_be_differentiated():
+    """``.grad`` has a history then."""
+    fn = compiled(torch.exp)
+    for _ in range(2):
+        x = torch.tensor([0.0, 1.0], requires_grad=True)
+        fn(x).sum().backward(create_graph=True)
+        torch.testing.assert_close(*(torch.autograd.grad(x.grad.sum(), x)[0], x.exp()))
+        x.grad = None
+
+
+def test_inputs_are_held_no_longer_than_a_backward_needs_them():
+    """Neither by the results nor by the function."""
+    import weakref
+
+    fn = compiled(torch.exp)
+    base = leaf(3)
+    x = base * 2
+    loss = fn(x).sum()
+    held = weakref.ref(x)
+    del x
+    loss.backward()
+    assert held() is None
+    assert loss.requires_grad
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+class Scale(torch.nn.Module):
+    """Writes to its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return x.exp() * self.seen
+
+
+def test_what_has_no_second_gradient_says_so_once():
+    """A graph that writes to its inputs can't be run again; later calls are Dynamo's own."""
+    fn, x = compiled(Scale()), leaf(3)
+    with pytest.raises(RuntimeError, match="it writes to its inputs"):
+        penalised(fn, x)
+    torch.testing.assert_close(penalised(fn, x), penalised(lambda x: x.exp() * 2, x))
+
+
+def test_a_gradient_that_nobody_differentiates_isn_t_refused():
+    """``create_graph=True`` alone asks for nothing."""
+    fn, x = compiled(Scale()), leaf(3)
+    (got,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(got, x.exp())
+
+
+def test_an_input_that_was_written_to_since_is_told():
+    """As eager tells it where it needs the old value."""
+    fn, base = compiled(torch.exp), leaf(3)
+    x = base * 1
+    loss = fn(x).sum()
+    with torch.no_grad():
+        x.add_(1)
+    (first,) = torch.autograd.grad(loss, base, create_graph=True)
+    with pytest.raises(RuntimeError, match="was written to since"):
+        torch.autograd.grad(first.sum(), base)
+
+
+def test_a_second_gradient_through_a_checkpoint():
+    """Right, or refused."""
+
+    def function(x):
+        return (x * 2).exp()
+
+    def run(inner):
+        return lambda x: checkpoint(lambda t: inner(t.sigmoid()), x, use_reentrant=False)
+
+    fn, x = compiled(function), leaf(3)
+    for _ in range(3):
+        try:
+            got = penalised(run(fn), x)
+        except RuntimeError as error:
+            assert "second gradient" in str(error)  # noqa: PT017  # a refusal will do
+        else:
+            torch.testing.assert_close(got, penalised(run(function), x))
+
+
+# --- no gradient ----------------------------------------------------------------------------------
+
+
+def apart(x, w):
+    return (x * w).relu(), w.square(), w.detach() * 2
+
+
+@every_way
+def test_inputs_that_the_used_results_don_t_depend_on_have_no_gradient(way):
+    """None, not zeros; and others' gradients are what they are."""
+    fn = compiled(apart, way)
+    for used in (0, 1, 0, 1):
+        x, w = leaf(3), leaf(3, seed=1)
+        want = torch.autograd.grad(apart(x, w)[used].sum(), (x, w), allow_unused=True)
+        got = torch.autograd.grad(fn(x, w)[used].sum(), (x, w), allow_unused=True)
+        assert [one is None for one in got] == [one is None for one in want]
+        torch.testing.assert_close(got, want)
+    fn(x, w)[1].sum().backward()
+    assert x.grad is None
+
+
+def test_a_missing_gradient_goes_through_what_was_computed_before():
+    """Another compiled function among it."""
+    fn, double = compiled(apart), compiled(lambda x: x * 2)
+    for _ in range(2):
+        x, w = leaf(3), leaf(3, seed=1)
+        fn(double(x), w)[1].sum().backward()
+        assert x.grad is None
+
+
+def test_a_hook_isn_t_called_with_none():
+    """Eager doesn't call it. With zeros it does what it does."""
+    fn = compiled(apart)
+    for _ in range(2):
+        x, w = leaf(3), leaf(3, seed=1)
+        x.register_hook(lambda gradient: gradient + 1)
+        fn(x, w)[1].sum().backward()
+        torch.testing.assert_close(w.grad, 2 * w)
+
+
+def test_a_missing_gradient_in_a_gradient_s_gradient():
+    """Both at once."""
+    fn = compiled(apart)
+    for _ in range(2):
+        x, w = leaf(3), leaf(3, seed=1)
+        (first,) = torch.autograd.grad(fn(x, w)[1].sum(), w, create_graph=True)
+        got = torch.autograd.grad(first.square().sum(), (x, w), allow_unused=True)
+        assert got[0] is None
+        torch.testing.assert_close(got[1], 8 * w)
+
+
+def test_that_gradients_come_from_dynamo_s_graph_is_told():
+    """Since it takes longer than what was compiled."""
+    fn, x = compiled(torch.exp), leaf(3)
+    penalised(fn, x)
+    notes = [note for report in ledger.graphs() for note in report.notes]
+    assert any("create_graph=True" in note for note in notes)
