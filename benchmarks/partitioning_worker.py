@@ -85,7 +85,6 @@ def partition(graph: GraphModule, random_claims: bool, arguments: dict[str, Any]
         claims = claims_of(graph, {node.name: node for node in nodes}, random_claims)
     with step("plan"):
         plan = make_plan(
-            "priority",
             graph=graph,
             kind="inference",
             claims=claims,

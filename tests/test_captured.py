@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseboard
 from fuseboard.capture.comparison import CaptureCheck
+from fuseboard.profile.judge import rewrites
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd
@@ -217,7 +218,7 @@ def test_nothing_is_run_where_nothing_is_verified(monkeypatch):
 
 
 def test_it_is_left_out_where_memory_is_short(monkeypatch):
-    monkeypatch.setattr(fuseboard.capture.comparison, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(rewrites, "free_bytes", lambda device: 100)
     assert compiled(lambda x: x + 1)(torch.ones(20)).tolist() == [2] * 20
     (note,) = last_graph().notes
     assert "running both would take 0 MiB of the 0 MiB that are free" in note
@@ -252,7 +253,7 @@ def test_memory_that_runs_short_is_no_difference(error, monkeypatch):
 
 def test_memory_for_copies_of_what_is_written_to_is_counted(monkeypatch):
     """All the memory that a written view is of is copied."""
-    monkeypatch.setattr(fuseboard.capture.comparison, "free_bytes", lambda device: 1e6)
+    monkeypatch.setattr(rewrites, "free_bytes", lambda device: 1e6)
     cache = torch.zeros(10**6)
     assert compiled(lambda x: x.add_(1) * 2)(cache[:2]).tolist() == [2, 2]
     (note,) = last_graph().notes

@@ -46,7 +46,9 @@ DOCUMENTS = {
 HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("fuseboard_"))
 #: Numbers that the documents write out.
 WORDS = {2: "twice", 3: "three", 5: "five", 10: "ten"}
-IMPLEMENTED = re.compile(r"^\s*@(?:fuseboard\.)?hookimpl\b.*\n\s*def (fuseboard_\w+)", re.M)
+IMPLEMENTED = re.compile(
+    r"^\s*@(?:fuseboard\.)?hookimpl(?:\(specname=\"|\b.*\n\s*def )(fuseboard_\w+)", re.M
+)
 
 
 def blocks(document: str, language: str) -> list[str]:

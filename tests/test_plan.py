@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 from torch import nn
 
 import fuseboard
 from fuseboard import Claim, Decline
-from fuseboard.config.model import Settings
-from fuseboard.contracts import Policy
 from fuseboard.errors import ContractError, RegionError
 from fuseboard.partition import plan as plan_module
 from fuseboard.report.data import ledger
@@ -201,17 +197,7 @@ def test_a_plan_must_follow_the_pins():
     assert {n.name: n.backend for n in last_graph().nodes}["sin"] == "picky"
 
 
-# --- policies ------------------------------------------------------------------------------------
-
-
-def test_every_policy_of_the_settings_has_a_function():
-    """A name that nothing stands behind would be a lie."""
-    names = set(get_args(Policy))
-    assert names == set(get_args(Settings.model_fields["policy"].annotation))
-    assert set(plan_module._POLICIES) == names
-
-
-def test_a_policy_is_deterministic():
+def test_the_plan_is_deterministic():
     """Twice the same plan, in the same order."""
     seen = []
 
@@ -219,7 +205,6 @@ def test_a_policy_is_deterministic():
         for _ in range(2):
             seen.append(
                 plan_module.make_plan(
-                    policy,
                     graph=graph,
                     kind=kind,
                     claims=claims,

@@ -22,13 +22,12 @@ from fuseboard.errors import CONTAINED
 from fuseboard.ops.draws import draws
 from fuseboard.ops.effects import has_effects
 from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
-from fuseboard.profile.judge.rewrites import MEMORY_SHARE, peak_bytes
+from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.rules import reached_by
 from fuseboard.profile.judge.same_results import Disturbances, difference
 from fuseboard.run.captured_graph import CapturedGraph, all_running
 from fuseboard.run.failure import describe
 from fuseboard.run.kept_inputs import strided_copy
-from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
 
@@ -200,15 +199,8 @@ class CaptureCheck:
     def _must_have_room(self, inputs: _Copies) -> None:
         """Eager holds what it does anyway; the results of both runs come on top, and copies."""
         graphs = [captured.graph for captured in self._captured_graphs]
-        values = (node.meta.get("val") for graph in graphs for node in graph.graph.nodes)
-        device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
-        free = None if device is None else free_bytes(device)
-        needed = 2 * (sum(map(peak_bytes, graphs)) + inputs.copied_bytes)
-        if free is not None and needed > MEMORY_SHARE * free:
-            raise CannotCompare(
-                f"running both would take {needed / 2**20:.0f} MiB of the {free / 2**20:.0f} MiB "
-                "that are free"
-            )
+        if why := why_no_room("running both", graphs, inputs.copied_bytes, runs=2):
+            raise CannotCompare(why)
 
 
 def _may_draw(node: Node) -> bool:

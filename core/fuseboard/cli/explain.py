@@ -79,13 +79,16 @@ def explain(
         print(f"\nThe page is in {html}", file=sys.stderr if as_json else sys.stdout)
 
 
-def check_writable(option: str, path: Path) -> None:
+def check_writable(option: str, path: Path, make_folder: bool = False) -> None:
     """Before minutes of compiling: whether a file can be written there.
 
+    :param make_folder: make the folder that it is in.
     :raises OutputError: it can't.
     """
     there = path.exists()
     try:
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
     except OSError as error:
         raise OutputError(

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fuseboard.cli.explain import OutputError, TargetError
+from fuseboard.cli.explain import TargetError, check_writable
 
 if TYPE_CHECKING:
     from fuseboard.profile.observe.trace_summary import RegionTime, Summary
@@ -72,18 +72,7 @@ def _writable(out: Path, script: Path) -> Path:
     """
     is_file = out.suffixes[-1:] == [".json"] or out.suffixes[-2:] == [".json", ".gz"]
     path = out if is_file else out / f"{script.stem}.trace.json"
-    there = path.exists()
-    try:
-        if not is_file:
-            out.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        raise OutputError(
-            f"--out {str(out)!r}: {str(path)!r} can't be written: {error.strerror}. Give a folder, "
-            "or the path of a .json or .json.gz file in a folder that exists."
-        ) from error
-    if not there:
-        path.unlink()
+    check_writable(f"--out {str(out)!r}:", path, make_folder=not is_file)
     return path
 
 

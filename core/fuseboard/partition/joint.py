@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuseboard.contracts import JointPolicy, Knapsack
+from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.draws import draws, hides_draws
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.partition.replay import settle_replays, worth_replaying
@@ -32,6 +33,7 @@ _TRIES = 5
 _KEPT = "fuseboard.kept"
 
 
+@hookimpl(specname="fuseboard_partition_joint")
 def split_joint(
     joint: GraphModule,
     inputs: Sequence[Any],

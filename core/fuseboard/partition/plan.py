@@ -8,12 +8,12 @@ the user pinned is where the pins say, and counts against nobody.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Policy, Repeats
+from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats
+from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.estimate import estimates_us
 from fuseboard.partition.repeats import repeated_regions
 from fuseboard.partition.stages import contraction_cycle, stage_nodes
@@ -27,17 +27,8 @@ MIN_NATIVE_SHARE = 0.6
 MAX_REGIONS = 4
 
 
-def make_plan(policy: Policy, **arguments: Any) -> Plan:
-    """The plan by a policy of this module: what answers ``fuseboard_plan`` where nobody else does.
-
-    A policy is deterministic, and decides from its arguments alone: the same on every rank.
-
-    :param arguments: the hook's other ones.
-    """
-    return _POLICIES[policy](**arguments)
-
-
-def plan_by_priority(
+@hookimpl(specname="fuseboard_plan")
+def make_plan(
     graph: GraphModule,
     kind: GraphKind,
     claims: dict[str, list[Claim | Decline]],
@@ -47,7 +38,12 @@ def plan_by_priority(
     merge_regions: bool,
     repeats: Repeats,
 ) -> Plan:
-    """The first backend in order that gains by a node gets it."""
+    """The first backend in order that gains by a node gets it.
+
+    It is deterministic, and decides from its arguments alone: the same on every rank. So it is
+    under each policy: by ``measured`` the board asks for one plan for each set of backends, and
+    measures them.
+    """
     order = [info.name for info in backends]
     everything = _claimed(claims[order[-1]])
     nodes = [node for node in graph.graph.nodes if node.name in everything]
@@ -93,13 +89,6 @@ def _with_regions(
         notes = ["repeated blocks aren't cut out: claims that must be taken whole lie across them"]
         return Plan(placements, reasons, joined, tuple(notes))
     return Plan(placements, reasons, regions, tuple(notes))
-
-
-#: Under ``measured`` the board asks for one plan for each set of backends, and measures them.
-_POLICIES: Mapping[Policy, Callable[..., Plan]] = {
-    "measured": plan_by_priority,
-    "priority": plan_by_priority,
-}
 
 
 def _worthwhile(

@@ -129,7 +129,6 @@ class Planner:
             "claims": claims,
             "backends": order,
             "pins": staged.wishes.pins,
-            "policy": settings.policy,
             "min_region_us": settings.min_region_us,
             "merge_regions": settings.merge_regions,
             "repeats": repeats,
@@ -137,7 +136,8 @@ class Planner:
         who = "fuseboard_plan"
         try:
             who, plan = self.session.first(
-                "fuseboard_plan", **{**arguments, "graph": copy_graph(graph)}
+                "fuseboard_plan",
+                **{**arguments, "graph": copy_graph(graph), "policy": settings.policy},
             )
             pins = staged.wishes.pins
             PlanCheck(placed(graph, kept), claims, pins, self.pins.paths, who)(plan)

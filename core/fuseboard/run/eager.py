@@ -23,8 +23,8 @@ from fuseboard.contracts import (
     Region,
 )
 from fuseboard.hookspecs import hookimpl
+from fuseboard.ops.liveness import unused_after
 from fuseboard.run.codegen import Source
-from fuseboard.run.liveness import drops
 
 
 @hookimpl
@@ -80,17 +80,15 @@ def write_nodes(
     source: Source, graph: Graph, owner: torch.nn.Module, names: dict[Node, str]
 ) -> None:
     """Write every computing node and the return of a graph."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    dropped = drops(
-        [(node.all_input_nodes, [node]) for node in graph.nodes], output.all_input_nodes
-    )
-    for node, unused in zip(graph.nodes, dropped, strict=True):
+    unused = unused_after(graph)
+    for node in graph.nodes:
         if node.op == "get_attr":
             names[node] = source.bind(operator.attrgetter(str(node.target))(owner), node.name)
         elif node.op == "call_function":
             names[node] = source.unique(node.name)
             source.line(f"{names[node]} = {source.call(node, names)}")
             # A getitem's source is dropped with it: the tuple would keep its tensors alive.
-            if unused:
-                source.line(f"del {', '.join(names[used] for used in unused)}")
-    source.line(f"return {source.literal(tuple(output.args[0]), names)}")
+            if unused[node]:
+                source.line(f"del {', '.join(names[used] for used in unused[node])}")
+    results: Any = graph.output_node().args[0]
+    source.line(f"return {source.literal(tuple(results), names)}")

@@ -18,11 +18,11 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind
+from fuseboard.ops.liveness import drops, needed_nodes
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
 from fuseboard.run.checked import CheckedRegion, RegionChecks
 from fuseboard.run.codegen import Source
-from fuseboard.run.liveness import drops, needed_nodes
 from fuseboard.run.outputs import is_cheap, write_check, write_detour
 from fuseboard.run.sites import Lowered, Site
 from fuseboard.run.weights import WeightSets, address_of, run_prepare

@@ -170,7 +170,7 @@ def promises(
     region: Region, expected: Sequence[Any], result: Sequence[Any], inputs: Sequence[Any]
 ) -> Verdict:
     """Judge all but the values: these are held against eager's by the checks themselves."""
-    return verify(region, expected, result, inputs)
+    return verify(region, expected, result, inputs, None)
 
 
 def _options(backend: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 
 from fuseboard.board.session import current_session
 from fuseboard.contracts import Measurement
+from fuseboard.hookspecs import hookimpl
 
 #: Rounds that are measured where the budget allows, and at most.
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
@@ -38,6 +39,7 @@ def measure(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measure
     return measurements  # type: ignore[no-any-return]
 
 
+@hookimpl(specname="fuseboard_measure")
 def measure_calls(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[Measurement]:
     """The default of ``fuseboard_measure``: interleaved rounds.
 

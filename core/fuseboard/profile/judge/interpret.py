@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from fuseboard.ops.effects import only_raises
+from fuseboard.ops.liveness import unused_after
 from fuseboard.profile.judge import batch_means, lifting
 from fuseboard.torch_api import internals as torch_internals
 
@@ -79,7 +80,7 @@ def run(graph: GraphModule, inputs: Sequence[Any], way: Way) -> list[Any]:
     """
     values: dict[Node, Any] = {}
     inputs_left = iter(inputs)
-    drops = _last_uses(graph)
+    unused = unused_after(graph.graph)
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             values[node] = way.input(node, next(inputs_left))
@@ -87,7 +88,7 @@ def run(graph: GraphModule, inputs: Sequence[Any], way: Way) -> list[Any]:
             values[node] = way.input(node, operator.attrgetter(str(node.target))(graph))
         elif node.op == "call_function":
             values[node] = way.call(node, values, graph)
-        for used in drops.get(node, ()):
+        for used in unused.get(node, ()):
             del values[used]
     return [
         way.result(item, values) if isinstance(item, Node) else item for item in flat_outputs(graph)
@@ -98,20 +99,6 @@ def flat_outputs(graph: GraphModule) -> list[Any]:
     """What the output node returns: nodes, numbers and None."""
     results: Any = graph.graph.output_node().args[0]
     return list(results) if isinstance(results, list | tuple) else [results]
-
-
-def _last_uses(graph: GraphModule) -> dict[Node, list[Node]]:
-    """For each node, the nodes that nobody needs after it."""
-    drops: dict[Node, list[Node]] = {}
-    seen: set[Node] = set(graph.graph.output_node().all_input_nodes)
-    for node in reversed(graph.graph.nodes):
-        if node.op == "output":
-            continue
-        for used in (node, *node.all_input_nodes):
-            if used not in seen:
-                seen.add(used)
-                drops.setdefault(node, []).append(used)
-    return drops
 
 
 def arguments_of(

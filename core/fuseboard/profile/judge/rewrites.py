@@ -66,7 +66,7 @@ def judge_rewrites(
         return reason
     first = before.graph.find_nodes(op="placeholder")
     leading = _part(before, first, change.inputs, first)
-    if reason := _why_no_room(leading):
+    if reason := why_no_room("running what comes before them", [leading]):
         return reason
     try:
         values = run_eager(leading, inputs)
@@ -146,21 +146,21 @@ def example_values(graph: GraphModule, inputs: Sequence[Any]) -> list[Any] | Non
     return values if next(real, None) is None else None
 
 
-def _why_no_room(graph: GraphModule) -> str:
-    """Why a graph shouldn't be run op by op here; "" where it may.
+def why_no_room(what: str, graphs: Sequence[GraphModule], beside: float = 0, runs: int = 1) -> str:
+    """Why graphs shouldn't be run op by op for want of memory; "" if they may.
 
     A joint graph holds what eager would, also where a memory budget or checkpoints are to avoid it.
+
+    :param what: is done by that, for the message.
+    :param beside: bytes that a run takes on top of what the graphs hold.
     """
-    sized = [node.meta.get("val") for node in graph.graph.nodes]
-    device = next((value.device for value in sized if isinstance(value, torch.Tensor)), None)
+    values = (node.meta.get("val") for graph in graphs for node in graph.graph.nodes)
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     free = None if device is None else free_bytes(device)
-    needed = peak_bytes(graph)
+    needed = runs * (sum(map(peak_bytes, graphs)) + beside)
     if free is None or needed <= MEMORY_SHARE * free:
         return ""
-    return (
-        f"running what comes before them would take {needed / 2**20:.0f} MiB of the "
-        f"{free / 2**20:.0f} MiB that are free"
-    )
+    return f"{what} would take {needed / 2**20:.0f} MiB of the {free / 2**20:.0f} MiB that are free"
 
 
 def peak_bytes(graph: GraphModule) -> float:

@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from fuseboard.contracts import Region, Verdict
+from fuseboard.hookspecs import hookimpl
 from fuseboard.profile.judge.reference import Reference
 from fuseboard.profile.judge.values import judge
 from fuseboard.torch_api import internals as torch_internals
 
 
+@hookimpl(specname="fuseboard_verify")
 def verify(
     region: Region,
     expected: Sequence[Any],
     result: Sequence[Any],
     inputs: Sequence[Any],
-    reference: Reference | None = None,
+    reference: Reference | None,
 ) -> Verdict:
     """Check count, types, dtypes, shapes, devices and strides of a region's outputs, then values.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 
 def needed_nodes(kept: Sequence[Node], results: Sequence[Any]) -> list[Node]:
@@ -24,7 +24,7 @@ def needed_nodes(kept: Sequence[Node], results: Sequence[Any]) -> list[Node]:
 def drops(
     steps: Sequence[tuple[Sequence[Node], Sequence[Node]]],
     results: Sequence[Any],
-    keep_inputs: bool = False,
+    keep_inputs: bool,
 ) -> list[list[Node]]:
     """What to let go after each step.
 
@@ -42,3 +42,11 @@ def drops(
         if node not in keep and not inputs and node.op != "get_attr":
             dropped[number].append(node)
     return dropped
+
+
+def unused_after(graph: Graph) -> dict[Node, list[Node]]:
+    """After each node, the ones that no later node reads; what the graph returns stays."""
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    steps = [(node.all_input_nodes, [node]) for node in nodes]
+    results = graph.output_node().all_input_nodes
+    return dict(zip(nodes, drops(steps, results, keep_inputs=False), strict=True))
