@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuseboard.beside import beside
 from fuseboard.torch_api.state import (
     ANSWER_PARTS,
     PARTS,
@@ -51,6 +52,22 @@ def test_several_changes_are_put_back_in_an_order_that_works():
     assert "os.environ['FAKE_ENGINE']" in guard.changed("surroundings")
     assert "generator" in guard.changed("draws")
     assert not put_back(before)
+
+
+def test_beside_calls_the_process_is_left_alone():
+    """Its other threads change it meanwhile: only what is the thread's own is put back."""
+    opened = torch.autograd.forward_ad.dual_level()
+    with beside(), StateGuard() as guard:
+        torch.set_float32_matmul_precision("medium")
+        os.environ["FAKE_ENGINE"] = "1"
+        opened.__enter__()  # its level is one of the whole process's
+        torch._C._set_grad_enabled(False)
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert os.environ.pop("FAKE_ENGINE") == "1"
+    assert torch.is_grad_enabled()
+    assert [change.part.name for change in guard.changes] == ["the grad mode"]
+    torch.set_float32_matmul_precision("highest")
+    opened.__exit__(None, None, None)
 
 
 def test_a_block_that_raises_is_put_back_too():

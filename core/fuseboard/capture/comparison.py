@@ -25,6 +25,7 @@ from fuseboard.profile.judge.replays import generators_put_back, replayable, wit
 from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.rules import reached_by
 from fuseboard.profile.judge.same_results import Disturbances, difference
+from fuseboard.profile.judge.spread import Spread
 from fuseboard.run.captured_graph import CapturedGraph, all_running
 from fuseboard.run.failure import describe
 from fuseboard.run.kept_inputs import strided_copy
@@ -32,6 +33,8 @@ from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
 
 Run = Callable[..., Any]
+#: By the name of a result.
+Spreads = dict[str, Spread]
 
 #: Modules of functions that a graph of Dynamo's calls without effects on anything but tensors.
 _PLAIN = frozenset({"_operator", "operator", "math", "builtins", "torch"})
@@ -86,40 +89,77 @@ class CaptureCheck:
                 return f"{name} {problem}"
         return ""
 
-    def difference_as_it_runs(self, inputs: Sequence[Any]) -> str:
+    def difference_as_it_runs(self, inputs: Sequence[Any], spreads: Spreads) -> str:
         """Where what runs the calls, whatever it is by now, parts from Dynamo's graph; "" if not.
 
         It is called once before that: its first call may prepare and check what later ones don't.
 
+        :param spreads: by result, how far apart roundings brought it where both were compared
+            before, as :meth:`spreads_as_it_runs` measured it. What is farther apart is looked into.
         :raises CannotCompare: the reason is the text.
         """
+        own = self._inputs(inputs)
+        want, got = self._as_they_run(own)
+        if isinstance(got, BaseException):
+            return f"it raises {describe(_not_of_memory(got))}"
+        if list(want) != list(got):
+            return "it has other results"
+        for name, value in want.items():
+            known = [spreads[name]] if name in spreads else []
+            if difference(value, got[name], iter(known)):
+                return self._proven_difference(own, want, got)
+        return ""
+
+    def spreads_as_it_runs(self, inputs: Sequence[Any]) -> Spreads:
+        """How far apart disturbed roundings bring each result that isn't Dynamo's to a few units.
+
+        Empty where the two can't be compared.
+        """
+        try:
+            own = self._inputs(inputs)
+            want, got = self._as_they_run(own)
+            if isinstance(got, BaseException) or list(want) != list(got):
+                return {}
+            apart = [name for name in want if difference(want[name], got[name], iter(()))]
+            disturbed = self._disturbances(own) if apart else None
+        except CannotCompare:
+            return {}
+        found = {}
+        for name in apart:
+            assert disturbed is not None
+            for spread in disturbed.spreads(name):
+                found[name] = spread
+        return found
+
+    def _as_they_run(
+        self, inputs: _Copies
+    ) -> tuple[dict[str, Any], dict[str, Any] | BaseException]:
+        """The results of Dynamo's graph, and those of what runs the calls."""
         nodes = [node for captured in self._captured_graphs for node in captured.graph.graph.nodes]
         if any(map(_may_draw, nodes)):
             raise CannotCompare("it may draw random numbers, as the user's threads do meanwhile")
-        own = self._inputs(inputs)
         self._must_be_comparable()
-        self._must_have_room(own)
-        want = self._eager(own)
+        self._must_have_room(inputs)
+        want = self._eager(inputs)
         if isinstance(want, BaseException):
             raise CannotCompare(f"eager raises {describe(want)}")
         try:
             with generators_put_back(), without_anomaly_mode():
-                _results(self._compiled, own)
-                got = _results(self._compiled, own)
+                with torch_internals.first_call_unwatched():
+                    _results(self._compiled, inputs)
+                return want, _results(self._compiled, inputs)
         except CONTAINED as error:
-            return f"it raises {describe(_not_of_memory(error))}"
-        if list(want) != list(got):
-            return "it has other results"
-        for name, value in want.items():
-            if problem := difference(value, got[name], iter(())):
-                break
-        else:
-            return ""
-        # By more than a few roundings: how far apart may it be?
-        captured = self._captured(own)
+            return want, error
+
+    def _disturbances(self, inputs: _Copies) -> Disturbances:
+        captured = self._captured(inputs)
         if isinstance(captured, BaseException):
             raise CannotCompare(f"op by op it raises {describe(captured)}")
-        disturbed = Disturbances(partial(self._captured, own), captured)
+        return Disturbances(partial(self._captured, inputs), captured)
+
+    def _proven_difference(self, inputs: _Copies, want: dict[str, Any], got: dict[str, Any]) -> str:
+        """The first difference that disturbed roundings don't explain."""
+        disturbed = self._disturbances(inputs)
         for name, value in want.items():
             if problem := difference(value, got[name], disturbed.spreads(name)):
                 return f"{name} {problem}"

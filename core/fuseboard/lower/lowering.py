@@ -79,7 +79,8 @@ class Lowering:
     :ivar defers: what takes long raises :class:`Deferred` instead.
     :ivar ready: what was deferred, and is compiled now.
     :ivar carried: by signature: graphs of regions that another process has decomposed. Where it is
-        given, nothing is traced here, nor compiled that should be in the cache.
+        given, nothing is traced here, nor compiled that should be in the cache, nor held against
+        what that process has held it against.
     :ivar decomposed: where to keep graphs that are decomposed, by signature, for another process.
     :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
         that one is asked there alone.
@@ -301,7 +302,8 @@ class Lowering:
         if prepared.prepare is None:
             return lowered
         prepare = boxed_function(prepared.prepare, f"{region.name}.prepare")
-        if session.settings.verify != "off" and not only_torchs_ops(prepared.prepare):
+        unproven = session.settings.verify != "off" and self.carried is None
+        if unproven and not only_torchs_ops(prepared.prepare):
             prepare = CheckedPrepare(prepare, fused.by_settings or backend)
         return dataclasses.replace(lowered, prepare=prepare, uses=prepared.uses)
 

@@ -46,13 +46,10 @@ def graph_to_bytes(graph: GraphModule) -> bytes:
     :raises LoweringError: something in it can't be sent, or this torch can't.
     """
     try:
-        from torch.fx._graph_pickler import GraphPickler, Options
+        from fuseboard.torch_api.graph_pickler import dumps
 
-        options = Options(
-            ops_filter=None, node_metadata_key_filter=lambda key: key in _SENT_METADATA
-        )
-        lean = _lean(graph)
-        return pickle.dumps((GraphPickler.dumps(lean, options), constants_to_bytes(graph)))
+        sent = dumps(_lean(graph), _SENT_METADATA)
+        return pickle.dumps((sent, constants_to_bytes(graph)))
     except Exception as error:  # whatever the code of an object in the graph raises
         raise LoweringError(
             f"Dynamo's graph can't be sent to another process: {type(error).__name__}: {error}"
@@ -63,13 +60,15 @@ def graph_from_bytes(data: bytes, static: frozenset[int]) -> GraphModule:
     """The graph as :func:`graph_to_bytes` got it, with what AOTAutograd looks for in Dynamo's."""
     from torch._dynamo.source import LocalSource
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    from fuseboard.torch_api.graph_pickler import loads, receive_slices
+
     sent, constants = pickle.loads(data)
-    graph: Any = GraphPickler.loads(sent, FakeTensorMode(shape_env=ShapeEnv()))
+    graph: Any = loads(sent, FakeTensorMode(shape_env=ShapeEnv()))
     for held in graph.modules():
         if isinstance(held, GraphModule):
+            receive_slices(held)
             held.recompile()
     constants_from_bytes(graph, constants)
     graph.meta["dynamo_compile_id"] = None
@@ -84,6 +83,8 @@ def _lean(graph: GraphModule) -> GraphModule:
     """A copy that holds only what its nodes name: Dynamo leaves the user's modules on its own."""
     import copy
 
+    from fuseboard.torch_api.graph_pickler import send_slices
+
     attributes: dict[str, Any] = {}
     for node in graph.graph.nodes:
         if node.op in ("get_attr", "call_module"):
@@ -96,6 +97,7 @@ def _lean(graph: GraphModule) -> GraphModule:
             node.meta["nn_module_stack"] = {
                 str(key): (entry[0], _name_of(entry[1])) for key, entry in stack.items()
             }
+    send_slices(made)
     return made
 
 

@@ -1,7 +1,7 @@
 """Graphs as bytes, for another process.
 
-Read against torch 2.13: ``torch/fx/_graph_pickler.py`` (``GraphPickler``), which keeps fake values
-with their ShapeEnv, guards and ranges included, and makes constants fake.
+torch's pickler keeps fake values with their ShapeEnv, guards and ranges included, and makes
+constants fake; see :mod:`fuseboard.torch_api.graph_pickler`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ def graph_to_bytes(
     :raises LoweringError: something in it can't be sent, or this torch can't.
     """
     try:
-        from torch.fx._graph_pickler import GraphPickler, Options
+        from fuseboard.torch_api.graph_pickler import dumps
 
-        options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in metadata)
-        sent = GraphPickler.dumps((graph, list(inputs)), options)
+        sent = dumps((graph, list(inputs)), metadata)
         held = constants_to_bytes(graph)
     except Exception as error:  # whatever the code of an object in the graph raises
         raise LoweringError(
@@ -60,16 +59,16 @@ def constants_from_bytes(graph: GraphModule, data: bytes) -> None:
 def graph_from_bytes(data: bytes) -> tuple[GraphModule, list[Any], Any]:
     """The graph, its inputs, and the fake mode of both."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from fuseboard.torch_api.graph_pickler import loads
 
     sent, held = pickle.loads(data)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    pair: Any = GraphPickler.loads(sent, mode)
-    graph, inputs = pair
-    for held_graph in graph.modules():  # those inside of control flow come without code
-        if isinstance(held_graph, GraphModule):
-            held_graph.recompile()
+    graph, inputs = loads(sent, mode)
+    for inner in graph.modules():
+        if isinstance(inner, GraphModule):
+            inner.recompile()  # it comes without code
     constants_from_bytes(graph, held)
     return graph, inputs, mode
 

@@ -37,6 +37,20 @@ class InputRoles:
     visible_outputs: int | None
 
 
+def first_call_unwatched() -> contextlib.AbstractContextManager[Any]:
+    """For the block, let AOTAutograd not look for aliases among the results of custom ops.
+
+    In the first call of what it compiled it sees each op by a dispatch mode (pytorch#170986), those
+    of preparing and judging included: 0.15 ms for each of some thousands. The call after the block
+    is watched in its place.
+    """
+    from torch._functorch import config
+
+    if not hasattr(config, "check_custom_op_aliasing"):  # torch 2.11
+        return contextlib.nullcontext()
+    return config.patch(check_custom_op_aliasing=False)  # type: ignore[no-any-return]
+
+
 def aot_autograd(**compilers: Any) -> Callable[..., Any]:
     """AOTAutograd as a Dynamo backend; see ``torch._dynamo.backends.common``."""
     from torch._dynamo.backends.common import aot_autograd as torch_aot_autograd

@@ -6,8 +6,9 @@ exception left open. :class:`StateGuard` reads all that torch and Python let one
 block, puts back what differs after it, and says what that was. Past 400 lines: one table, and what
 reads it.
 
-Some of it belongs to the thread (modes, levels), some to the process. What another thread changes
-of the latter while the block runs is taken for the block's own.
+Some of it belongs to the thread (modes, most levels), some to the process. What another thread
+changes of the latter while the block runs is taken for the block's own; so a thread beside the
+user's calls looks at its own parts alone.
 
 Read against torch 2.13: ``torch/csrc/autograd/init.cpp``, ``torch/csrc/functorch/init.cpp``,
 ``torch/_C/_functorch.pyi``, ``torch/autograd/forward_ad.py``, ``torch/overrides.py``. Whatever a
@@ -57,20 +58,22 @@ class StatePart:
 
     @property
     def is_of_thread(self) -> bool:
-        """Whether each thread has its own, among those that results depend on."""
-        return "autocast" in self.name or self.name == "torch.set_num_threads"
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other threads change it all the time, so that none may put it back for them."""
-        return self.kind == "draws" or self.name in _SHARED
+        """Whether each thread has its own."""
+        return self.name in _OF_THREAD or "autocast" in self.name
 
 
-#: Of the whole process, and changed by code that means to: redirected output, ``catch_warnings``,
-#: a model that is made in another dtype.
-_SHARED = frozenset(
-    {"the default dtype", "the working directory", "sys.stdout", "sys.stderr", "gc"}
-    | {"warnings.filters", "torch.autograd.set_detect_anomaly"}
+#: What C++ and Python keep in thread-local variables; autocast's parts on top. All else belongs to
+#: the process: its other threads read and change it at any time, so a thread beside them may
+#: neither write it, nor blame anyone for a change that it sees.
+_OF_THREAD = frozenset(
+    {
+        *("the inference mode", "the grad mode", "forward-mode AD", "multithreaded autograd"),
+        *("view replay", "hooks of saved tensors", "why saved tensors' hooks are disabled"),
+        *("the number of open levels of torch.func", "inplace requires grad allowed"),
+        *("single level autograd function allowed", "the default device"),
+        *("the torch-function modes", "the torch-dispatch modes", "__torch_function__"),
+        *("torch.set_num_threads", "sys.settrace", "sys.setprofile"),
+    }
 )
 
 
@@ -456,7 +459,7 @@ def put_back(before: list[Any], parts: Sequence[StatePart] = PARTS) -> list[Stat
 class StateGuard:
     """A block after which the process is as it was before.
 
-    Beside the user's calls, what their threads may change in the meantime is left alone.
+    Beside the user's calls, what belongs to the whole process is neither read nor put back.
 
     :ivar changes: what had to be put back, once the block is over.
     """
@@ -467,7 +470,7 @@ class StateGuard:
 
     def __enter__(self) -> StateGuard:
         if is_beside():
-            self._parts = tuple(part for part in self._parts if not part.is_shared)
+            self._parts = tuple(part for part in self._parts if part.is_of_thread)
         self._before = read_state(self._parts)
         return self
 

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
+from fuseboard.capture.comparison import Spreads
 from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import GraphKind
 from fuseboard.errors import LoweringError
@@ -77,6 +78,7 @@ class CarriedProgram:
     :ivar bundle: AOTAutograd's wrappers.
     :ivar backwards: for each entry whether it is that of a backward graph.
     :ivar mutated: positions of the inputs that a call writes to.
+    :ivar spreads: how far apart roundings brought its results and those of Dynamo's graph.
     """
 
     bundle: bytes
@@ -86,6 +88,7 @@ class CarriedProgram:
     mutated: frozenset[int]
     count: int
     autocast: bool
+    spreads: Spreads
 
 
 class NotCarried(Exception):
@@ -95,9 +98,10 @@ class NotCarried(Exception):
 # --- there ----------------------------------------------------------------------------------------
 
 
-def pack(compiled: Compiled) -> bytes:
+def pack(compiled: Compiled, spreads: Spreads) -> bytes:
     """What another process makes the same of.
 
+    :param spreads: of :meth:`fuseboard.capture.comparison.Capture.spreads_as_it_runs`.
     :raises NotCarried: something in it means nothing there.
     """
     from fuseboard.torch_api.bundles import bundle_of
@@ -115,6 +119,7 @@ def pack(compiled: Compiled) -> bytes:
             mutated=call.mutated,
             count=call.input_count,
             autocast=call.autocast,
+            spreads=spreads,
         )
         return pickle.dumps(program)
     except LoweringError as error:
@@ -171,8 +176,8 @@ def unpack(
     inputs: Sequence[Any],
     frame: str,
     number: int,
-) -> Compiled:
-    """What was packed, around Dynamo's graph of this process.
+) -> tuple[Compiled, Spreads]:
+    """What was packed, around Dynamo's graph of this process; and what :func:`pack` was given.
 
     :param inputs: a call's, real; they are not kept.
     :param frame: names the user's function in reports.
@@ -202,7 +207,8 @@ def unpack(
         captured_run = from_bundle(carried.bundle, codes)
     call.complete_gradients(functions)
     run = call.watch_autocast(captured_run)
-    return Compiled(call.unless_unfit(run, inputs), call, captured=captured_run)
+    compiled = Compiled(call.unless_unfit(run, inputs), call, captured=captured_run)
+    return compiled, carried.spreads
 
 
 def _graph_from(data: bytes) -> GraphModule:

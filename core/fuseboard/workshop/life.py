@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from fuseboard.beside import beside
 from fuseboard.board import Session
-from fuseboard.capture.comparison import CannotCompare
+from fuseboard.capture.comparison import CannotCompare, Spreads
 from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event
 from fuseboard.errors import CONTAINED, LoweringError
@@ -390,7 +390,7 @@ class Life:
                 return
             try:
                 with self._kept.entered(), StateGuard(), eager_view_strides():
-                    compiled = unpack(
+                    compiled, spreads = unpack(
                         answer.program,
                         self._session,
                         self._graph,
@@ -398,7 +398,7 @@ class Life:
                         self._frame,
                         self._report.call,
                     )
-                    problem = self._warm_up(compiled, inputs)
+                    problem = self._warm_up(compiled, inputs, spreads)
             except CannotKeep as error:
                 self.fail(str(error))
                 return
@@ -430,7 +430,7 @@ class Life:
         self._note(f"tried anew: {why}")
         desk().submit(self)
 
-    def _warm_up(self, compiled: Compiled, inputs: Sequence[Any]) -> str:
+    def _warm_up(self, compiled: Compiled, inputs: Sequence[Any], spreads: Spreads) -> str:
         """Call it beside the user's calls, and hold it against Dynamo's graph; what differs.
 
         Where calls can't be made without a trace, the user's first one is the first.
@@ -438,7 +438,7 @@ class Life:
         if compiled.is_dynamo_graph or not compiled.is_decided():
             return ""
         try:
-            return compiled.capture_check().difference_as_it_runs(inputs)
+            return compiled.capture_check().difference_as_it_runs(inputs, spreads)
         except CannotCompare as why:
             note = f"not called before a call of the user's: {why}"
             compiled.runners[0].report.notes.append(note)

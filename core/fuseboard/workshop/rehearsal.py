@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fuseboard.errors import CONTAINED
 from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.run.failure import describe
+from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.bundles import bundling
 from fuseboard.torch_api.dynamo_graphs import graph_from_bytes, tracing_apart
 from fuseboard.torch_api.state import ANSWER_PARTS
@@ -82,9 +83,11 @@ def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[Graph
         make_call = compiled.capture_check().calls_of(inputs)
     except CannotCompare as why:
         return Answer(problem=f"its calls can't be made again: {why}", only_here=True)
-    for _ in range(_CALLS):
+    for number in range(_CALLS):
+        unwatched = torch_internals.first_call_unwatched() if number == 0 else nullcontext()
         try:
-            make_call()
+            with unwatched:
+                make_call()
         except CONTAINED as error:  # what is compiled has been held against eager: the user's own
             return Answer(problem=f"the call raises {describe(error)}", again=True)
         if compiled.is_decided():
@@ -92,6 +95,7 @@ def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[Graph
     if compiled.dynamo_wins():
         return Answer(dynamo_wins=True, reports=tuple(reports))
     try:
-        return Answer(reports=tuple(reports), program=pack(compiled))
+        spreads = compiled.capture_check().spreads_as_it_runs(inputs)
+        return Answer(reports=tuple(reports), program=pack(compiled, spreads))
     except NotCarried as why:
         return Answer(problem=f"what was chosen can't be sent: {why}", only_here=True)

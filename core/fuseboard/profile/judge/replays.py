@@ -168,7 +168,10 @@ def generators_put_back() -> AbstractContextManager[None]:
 
 
 def without_anomaly_mode() -> AbstractContextManager[Any]:
-    """torch's anomaly mode off for the block: it would print the user's error for each trial."""
-    if not torch.is_anomaly_enabled():
+    """torch's anomaly mode off for the block: it would print the user's error for each trial.
+
+    It is the whole process's, so beside the user's calls it is left alone.
+    """
+    if is_beside() or not torch.is_anomaly_enabled():
         return nullcontext()
     return torch.autograd.set_detect_anomaly(False)

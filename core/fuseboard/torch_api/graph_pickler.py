@@ -1,0 +1,160 @@
+"""Graphs as bytes.
+
+torch's own pickler of graphs, with two things done otherwise:
+
+* It registers ``slice`` with pytree for as long as it works. Dynamo guards on what is registered,
+  so a thread that pickles would have other threads' functions compiled again. Slices that hold
+  nodes are sent as named tuples here, which pytree knows anyway.
+* It describes each fake tensor with all that a converter of metadata may ask for, half a
+  millisecond apiece to read again. Those that have a dtype, sizes and strides alone are described
+  by these.
+
+Read against torch 2.13: ``torch/fx/_graph_pickler.py`` (``GraphPickler``, ``_GraphUnpickler``,
+``patch_pytree_map_over_slice``), ``torch/_subclasses/fake_tensor.py`` (``FakeTensor.__new__``).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx._graph_pickler import GraphPickler, Options, _GraphUnpickler, _UnpickleState
+
+
+def dumps(value: Any, metadata: Collection[str]) -> bytes:
+    """A structure with graphs and fake tensors in it.
+
+    :param metadata: what nodes take along; ``val`` is the fake value.
+    """
+    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in metadata)
+    stream = io.BytesIO()
+    _Pickler(stream, options).dump(value)
+    return stream.getvalue()
+
+
+def loads(data: bytes, mode: FakeTensorMode) -> Any:
+    """What :func:`dumps` was given; its fake tensors are of ``mode``."""
+    return _GraphUnpickler(io.BytesIO(data), _UnpickleState(mode)).load()
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+class _Slice(NamedTuple):
+    """Stands for a slice."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+def send_slices(graph: GraphModule) -> None:
+    """Let named tuples stand for the slices among the arguments of a graph that is to be sent."""
+    _map_arguments(graph, lambda a: _Slice(a.start, a.stop, a.step) if type(a) is slice else a)
+
+
+def receive_slices(graph: GraphModule) -> None:
+    """Undo :func:`send_slices`."""
+    _map_arguments(graph, lambda a: slice(*a) if type(a) is _Slice else a)
+
+
+def _map_arguments(graph: GraphModule, change: Callable[[Any], Any]) -> None:
+    for node in graph.graph.nodes:
+        if any(type(value) in (slice, _Slice) for value in _leaves(node.args)):
+            node.args = _mapped(node.args, change)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple) and type(value) is not _Slice:
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(value, list | tuple) or type(value) is _Slice:
+        return change(value)
+    values = [_mapped(one, change) for one in value]
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+
+
+# --- fake tensors ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A fake tensor of a storage; tensors that share one there share one here.
+
+    :ivar storage: its number.
+    :ivar nbytes: of the storage.
+    """
+
+    storage: int
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+    is_parameter: bool
+
+
+class _Pickler(GraphPickler):
+    """Writes plain fake tensors as forms."""
+
+    def __init__(self, file: Any, options: Options | None = None) -> None:
+        super().__init__(file, options)
+        #: By identity. The storages are kept, so that none takes the place of another.
+        self._numbers: dict[int, tuple[int, Any]] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is FakeTensor and _is_plain(obj):
+            return _made, (self._form(obj), self._unpickle_state)
+        return super().reducer_override(obj)
+
+    def _form(self, value: FakeTensor) -> _Form:
+        storage = value.untyped_storage()
+        number, _ = self._numbers.setdefault(storage._cdata, (len(self._numbers), storage))
+        return _Form(
+            number,
+            storage.nbytes(),
+            value.dtype,
+            value.device,
+            tuple(value.shape),
+            value.stride(),
+            int(value.storage_offset()),
+            value.requires_grad,
+            isinstance(value, torch.nn.Parameter),
+        )
+
+
+def _is_plain(value: FakeTensor) -> bool:
+    if value.layout != torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+        return False
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    known = all(type(size) is int for size in sizes)
+    return known and value.is_leaf and value.constant is None
+
+
+def _made(form: _Form, state: Any) -> FakeTensor:
+    """
+    :param state: torch's, of one reading; storages are kept there.
+    """
+    storages: dict[int, Any] = state.__dict__.setdefault("fuseboard_storages", {})
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+        value = torch.empty(0, dtype=form.dtype, device="meta")
+        if form.storage not in storages:
+            storages[form.storage] = torch.UntypedStorage(form.nbytes, device="meta")
+        value.set_(storages[form.storage], form.offset, form.shape, form.strides)
+        value.requires_grad_(form.requires_grad)
+        made = FakeTensor(state.fake_mode, value, form.device)
+    if form.is_parameter:
+        setattr(made, "_is_param", True)  # noqa: B010  # what isinstance(made, Parameter) asks
+    return made
