@@ -31,7 +31,7 @@ from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.support import Support
 from fuseboard.torch_api.copies import copy_graph
-from fuseboard.torch_api.internals import FrameScope
+from fuseboard.torch_api.frames import FrameScope
 
 Claims = dict[str, list[Claim | Decline]]
 

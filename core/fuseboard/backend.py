@@ -12,6 +12,7 @@ from fuseboard.capture.original import mend_powers
 from fuseboard.config import resolve
 from fuseboard.pipeline.call import compile_graph
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
 from fuseboard.workshop.admission import why_in_calls
@@ -66,7 +67,7 @@ def compile_now(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Run:
-    """The same for those who wait: candidates are compared within calls, the first above all."""
+    """Like :func:`fuseboard`, for callers that wait: candidates are compared within calls."""
     with StateGuard(), eager_view_strides():
         session = _session(mode, options)
         mend_powers(graph)
@@ -82,7 +83,7 @@ def _session(mode: str | None, options: Mapping[str, Any] | None) -> Session:
 
 
 def _compile(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
-    return compile_graph(session, graph, inputs, inputs, torch_internals.frame_title()).run
+    return compile_graph(session, graph, inputs, inputs, frame_title()).run
 
 
 def _under_its_modes(compiled: Run) -> Run:

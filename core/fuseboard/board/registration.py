@@ -82,7 +82,7 @@ class RegisteredPlugin:
     """A plugin on the board.
 
     :ivar plugin: None where it is quarantined, and then so is ``examined``.
-    :ivar error: why it is quarantined, for who names it.
+    :ivar error: why it is quarantined; raised for users who name it.
     """
 
     state: PluginState

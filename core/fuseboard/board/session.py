@@ -278,7 +278,7 @@ class Session:
         return self.settings.stages.get(stage, "")
 
     def override_homes(self) -> dict[str, Path | None]:
-        """Stage → the package or file with the code of who decides it by the settings."""
+        """Stage → the package or file of the function or plugin that the settings name for it."""
         return {
             hook.removeprefix("fuseboard_"): one.home
             if isinstance(one, Override)

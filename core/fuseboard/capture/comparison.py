@@ -166,9 +166,9 @@ class CaptureCheck:
         return ""
 
     def calls_of(self, inputs: Sequence[Any], run: Run | None = None) -> Callable[[], object]:
-        """What makes a call as the user's, with its backward if there is one.
+        """A function that makes a call like the user's, with its backward if there is one.
 
-        :param run: what is called; unless given, what was compiled.
+        :param run: what is called; None calls what was compiled.
         :raises CannotCompare: such calls can't be made.
         """
         return partial(_results, run or self._compiled, self._inputs(inputs))
@@ -203,7 +203,7 @@ class CaptureCheck:
             raise CannotCompare("an input is a collection, which it may change")
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
-            raise CannotCompare("an input is a tensor of a class of its own")
+            raise CannotCompare("an input is a tensor subclass")
         if any(value.layout != torch.strided for value in tensors):
             raise CannotCompare("an input has no strides")
         grads = torch.is_grad_enabled()
@@ -270,10 +270,10 @@ def _is_held(node: Node, owner: GraphModule) -> bool:
 
 
 class _Copies:
-    """Inputs for runs beside a call: what is written to, and what shares its memory, anew.
+    """Inputs for runs beside a call: those that are written to, or share memory with these; copied.
 
-    :ivar anew: positions of these.
-    :raises CannotCompare: there is an input that no copy stands for.
+    :ivar anew: positions of the copied ones.
+    :raises CannotCompare: an input can't be replaced by a copy.
     """
 
     def __init__(self, values: Sequence[Any], written: frozenset[int] | None) -> None:
@@ -289,12 +289,12 @@ class _Copies:
 
     @property
     def copied_bytes(self) -> int:
-        """All the memory that a view is of is copied with it."""
+        """Bytes of the copies; a view is copied with all of its storage."""
         storages = [self._values[i].untyped_storage() for i in self.anew]
         return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
     def made(self) -> list[Any]:
-        """New inputs, with what they are to each other."""
+        """New inputs that alias each other as the original ones do."""
         storages: dict[int, torch.UntypedStorage] = {}
         made: dict[int, Any] = {}  # one object given twice stays one
         return [
@@ -366,9 +366,9 @@ def _uneven(result: torch.Tensor) -> torch.Tensor:
 
 
 def _not_of_memory(error: BaseException) -> BaseException:
-    """The error of a run, unless it is that memory ran short, as it may beside the other's results.
+    """The error of a run, unless memory ran short, as it may beside the results of the other run.
 
-    :raises CannotCompare: it is.
+    :raises CannotCompare: memory ran short.
     """
     short = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if short or "can't allocate memory" in str(error):  # what torch says of the CPU's

@@ -32,7 +32,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """For the capture of a joint graph."""
+    """Decompositions to capture a joint graph with."""
     return {op: partial(_in_float32, op, halves) for op, halves in _NORMS.items()}
 
 

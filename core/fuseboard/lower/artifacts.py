@@ -238,7 +238,7 @@ class Store:
         return ""
 
     def set_aside(self, path: Path, why: str) -> None:
-        """Take a file out of use, and keep it for who wants to look at it."""
+        """Take a file out of use, and keep it so that people can look at it."""
         aside = path.with_name(f"{path.name}{ASIDE}")
         try:
             os.replace(path, aside)

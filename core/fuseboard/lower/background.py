@@ -1,4 +1,4 @@
-"""Compiling beside the user's calls: one child process at a time, and waiting for all of it.
+"""Compile beside the user's calls, in one child process at a time, and wait for all of it.
 
 The process that is being tuned does nothing but wait for the child, which has a lower priority; so
 calls in the meantime share the processor with it and nothing else.
@@ -141,7 +141,7 @@ class Worker:
             job.done(job.token, result, time.perf_counter() - start)
 
     def _answer(self, job: Job) -> LoweringResult:
-        """What a child process answers, unless it is ended for want of anybody who waits."""
+        """What a child process answers; it is ended when nobody waits for it any more."""
 
         def wanted() -> bool:
             return job.wanted() and not self._ending

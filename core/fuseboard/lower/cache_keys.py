@@ -179,7 +179,7 @@ def _has_a_name(target: Any) -> bool:
 
 
 def _views(graph: GraphModule) -> tuple[tuple[bool, bool], ...]:
-    """For each input whether it is to be read as conjugated, or as negated."""
+    """Whether each input is to be read as conjugated, or as negated."""
     values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     return tuple((v.is_conj(), v.is_neg()) for v in values if isinstance(v, torch.Tensor))
 
@@ -233,7 +233,7 @@ def _code_hash(states: tuple[tuple[str, int, int], ...], home: Path) -> str:
 
 @lru_cache(maxsize=1)
 def fuseboard_version() -> str:
-    """Of the installed distribution."""
+    """The version of the installed distribution."""
     return metadata.version("fuseboard")
 
 

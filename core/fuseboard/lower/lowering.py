@@ -1,4 +1,4 @@
-"""From cut regions to callables: decompose, fuse, hoist, lower; else on the next backend."""
+"""Lower cut regions to callables: decompose, fuse, hoist, lower; on failure, the next backend."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Lowering:
         )
 
     def _lower_somewhere(self, cut: Cut, region: Region, report: RegionReport) -> Lowered:
-        """On the planned backend, or after failures on a later one, in the end on eager."""
+        """Lower on the planned backend; after a failure on a later one, in the end on eager."""
         candidates = self._candidates(cut)
         found = [self.real.get(cut.inputs[i]) for i in region.static_inputs]
         real = [weight for weight in found if weight is not None]

@@ -1,4 +1,4 @@
-"""What of a graph is needed, and until when."""
+"""Which nodes of a graph are needed, and until when."""
 
 from __future__ import annotations
 

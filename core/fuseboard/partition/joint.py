@@ -21,6 +21,11 @@ from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.partition.replay import settle_replays, worth_replaying
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import graph_module
+from fuseboard.torch_api.partitioners import (
+    default_partition,
+    min_cut_partition,
+    overwritten_inputs,
+)
 
 Parts = tuple[GraphModule, GraphModule]
 
@@ -59,7 +64,7 @@ def split_joint(
     whole = {"default": None, "recompute_all": 0.0, "min_cut": memory_budget}[policy]
 
     def min_cut(graph: GraphModule, budget: float) -> Parts:
-        return torch_internals.min_cut_partition(
+        return min_cut_partition(
             graph, inputs, num_fwd_outputs, static_inputs, budget, knapsack, keywords
         )
 
@@ -72,9 +77,7 @@ def split_joint(
         else:
             _recompute(nodes)
     if whole is None:
-        parts = torch_internals.default_partition(
-            joint, inputs, num_fwd_outputs, static_inputs, keywords
-        )
+        parts = default_partition(joint, inputs, num_fwd_outputs, static_inputs, keywords)
     else:
         done = shares or whole == 1
         parts = min_cut(joint, 1.0) if done else _within(joint, whole, min_cut)
@@ -172,7 +175,7 @@ def _keep_what_cannot_repeat(joint: GraphModule, forward: Iterable[Node]) -> Non
     checkpoints it replays, if they aren't inside of a higher-order op. What reads an input that is
     overwritten before the backward runs can't be repeated even if the user checkpoints it.
     """
-    stale = torch_internals.overwritten_inputs(joint)  # such as statistics of a batch norm
+    stale = overwritten_inputs(joint)  # such as statistics of a batch norm
     for node in forward:
         if _is_view(node) and node.args[0] in stale:
             stale.add(node)

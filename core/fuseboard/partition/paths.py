@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fuseboard.module_names import module_stack, split_source, without_wrappers
-from fuseboard.torch_api.internals import FrameScope
+from fuseboard.torch_api.frames import FrameScope
 from fuseboard.torch_api.nodes import target_name
 
 #: Nested modules from the outermost: Dynamo's names of them.

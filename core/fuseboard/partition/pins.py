@@ -28,7 +28,7 @@ from fuseboard.errors import SettingsError
 from fuseboard.partition.marks import PREFER, mark_of
 from fuseboard.partition.paths import ModulePaths, op_names, paths_in
 from fuseboard.torch_api import internals as torch_internals
-from fuseboard.torch_api.internals import FrameScope
+from fuseboard.torch_api.frames import FrameScope
 
 Answers = Mapping[str, Sequence[Claim | Decline]]
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.ops.draws import call_draws
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.partitioners import state_wrappers
 
 #: The state of the CPU's generator takes 5056 bytes, which would be saved in place of a draw.
 _STATE_BYTES = 5056
@@ -36,7 +37,7 @@ def settle_replays(forward: GraphModule, backward: GraphModule) -> None:
     It goes by the op's tag alone: attention without dropout has it too. Wrapped, no compiler
     knows the op, and a state is saved for it.
     """
-    save, replay = torch_internals.state_wrappers()
+    save, replay = state_wrappers()
     output = forward.graph.output_node()
     results: Any = output.args[0]
     states = [

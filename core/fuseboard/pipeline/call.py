@@ -1,4 +1,4 @@
-"""One graph of Dynamo's through AOTAutograd, wired to the pipeline."""
+"""Take one graph of Dynamo's through AOTAutograd, and what it captures through the pipeline."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from fuseboard.run.runner import Runner
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.copies import copy_graph
+from fuseboard.torch_api.frames import frame_scope
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 
@@ -45,7 +46,7 @@ class Compiled:
     """What answers the calls of a graph.
 
     :ivar run: takes what Dynamo's graph takes.
-    :ivar call: how it came about.
+    :ivar call: the compile that it comes from.
     :ivar is_dynamo_graph: it is Dynamo's own graph.
     :ivar captured: what AOTAutograd returned.
     """
@@ -92,7 +93,7 @@ def compile_graph(
     :param inputs: for AOTAutograd, real or fake.
     :param example_inputs: the same ones, real; they are not kept.
     :param frame: names the user's function in reports.
-    :param bundled: goes around each of AOTAutograd's compilers where another process is to have
+    :param bundled: wraps each of AOTAutograd's compilers where another process is to get
         what is made here.
     """
     call = GraphCall(session, graph, frame)
@@ -143,7 +144,7 @@ class GraphCall:
         # A look at the callers' locals keeps what they hold alive for as long as those frames run:
         # only where a pattern has to be compared with the modules in them.
         wishes = session.settings.pin or session.settings.exclude
-        pins = Pins(session, graph, torch_internals.frame_scope() if wishes else None)
+        pins = Pins(session, graph, frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, frame, pins, number)
         #: Ways into the graphs that AOTAutograd captured.
         self.captured_graphs: list[CapturedGraph] = []
@@ -168,7 +169,7 @@ class GraphCall:
             self.pipeline.example_inputs, self.pipeline.dynamo_graph = (), None
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
-        """For a forward or inference graph."""
+        """AOTAutograd's compiler of forward and inference graphs."""
         self.mutated = torch_internals.input_roles().mutated
         self.input_count = len(inputs)
         if kind == "forward":
@@ -178,7 +179,7 @@ class GraphCall:
         return captured.boxed()
 
     def compile_backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
-        """A backward graph is compiled when it first runs: it may never do.
+        """AOTAutograd's compiler of backward graphs: they are compiled when they first run.
 
         One with sizes among its inputs is compiled at once: a later guard on them would be lost.
         """
@@ -191,7 +192,7 @@ class GraphCall:
         return captured.boxed()
 
     def note_backward(self, text: str) -> None:
-        """Into the report of the backward graph; the forward's, as long as there is none."""
+        """Note something in the backward's report; in the forward's, as long as there is none."""
         reports = [runner.report for runner in self.pipeline.runners]
         report = next((one for one in reports if one.kind == "backward"), next(iter(reports), None))
         if report is not None and text not in report.notes:

@@ -58,7 +58,7 @@ from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
 
 _graph_numbers: dict[str, Iterator[int]] = {}
-#: Of calls of the backend, in this process.
+#: Numbers of the backend's calls in this process.
 call_numbers = itertools.count()
 
 
@@ -69,7 +69,7 @@ def next_name(kind: str) -> str:
 
 @dataclasses.dataclass
 class Record:
-    """What a graph's calls go through was made from, for another process to make it again.
+    """From what a graph's code was made, so that another process can make it again.
 
     :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; those
         of other candidates, too.
@@ -100,7 +100,7 @@ class Pipeline:
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
         self.rewriter = Rewriter(session, lambda: self.example_inputs, self._tripped)
-        #: Dynamo's, real, as long as it waits for the backend.
+        #: Dynamo's real inputs, as long as it waits for the backend.
         self.example_inputs: Sequence[Any] = ()
         #: Dynamo's graph, as long as it waits for the backend.
         self.dynamo_graph: GraphModule | None = None
@@ -110,11 +110,11 @@ class Pipeline:
         self.chosen: dict[str, GraphReport] = {}
         #: Where the decision about whole calls is kept.
         self.whole_call_decision: StoredDecision | None = None
-        #: Of the graphs that were compiled, in that order.
+        #: Runners of the graphs that were compiled, in that order.
         self.runners: list[Runner] = []
         #: Where it is kept whether they compute what Dynamo's graph does, if measuring decides.
         self.capture_decision: StoredDecision | None = None
-        #: Of each graph, in that order, where another process is to have them; else None.
+        #: A record of each graph, in that order, where another process is to get them; else None.
         self.records: list[Record] | None = None
         # What tripped before there was a graph: noted in the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
@@ -346,7 +346,7 @@ class Pipeline:
         tuner.start(defers=defers(session, staged.graph))
 
     def _strict_lowering(self, staged: StagedGraph) -> Lowering:
-        """For one candidate: it numbers its fusions on from the graph's own."""
+        """The lowering of one candidate; its fusions are numbered on from the graph's own."""
         counter = dataclasses.replace(staged.counter, applied=[])
         own = dataclasses.replace(staged.report, regions=[])
         return dataclasses.replace(self._lowering(staged, own, counter), strict=True)

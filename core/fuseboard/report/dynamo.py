@@ -55,7 +55,7 @@ def _after(metrics: Sequence[Any], newest: Sequence[Any]) -> list[Any]:
 
 
 def _ended_graph(reason: Any) -> Break:
-    """From Dynamo's ``GraphCompileReason``."""
+    """A break from Dynamo's ``GraphCompileReason``."""
     own = [f for f in reason.user_stack if not f.filename.startswith(torch.__path__[0])]
     frames = own or list(reason.user_stack)
     last = frames[-1] if frames else None
@@ -71,7 +71,7 @@ def _ended_graph(reason: Any) -> Break:
 
 
 def _left_to_python(metrics: Any) -> Break:
-    """From the ``CompilationMetrics`` of a compilation that failed."""
+    """A break from the ``CompilationMetrics`` of a compilation that failed."""
     title, explanation, hints = _parts(metrics.fail_reason)
     file = metrics.fail_user_frame_filename or metrics.co_filename
     line = metrics.fail_user_frame_lineno or metrics.co_firstlineno

@@ -66,7 +66,7 @@ class CapturedGraph:
         return boxed_function(self.graph, self.name)
 
     def disturbed(self, seed: int) -> Boxed:
-        """The same with roundings disturbed."""
+        """The captured graph op by op, with roundings disturbed."""
 
         def call(args: list[Any]) -> Sequence[Any]:
             inputs = list(args)
@@ -172,7 +172,7 @@ class _Recast(Eager):
 def all_running(
     graphs: Sequence[CapturedGraph], how: Callable[[CapturedGraph], Boxed]
 ) -> Iterator[None]:
-    """For the block, let calls of each go to what ``how`` gives for it."""
+    """Let calls of each graph go to what ``how`` gives for it, for the block."""
     try:
         for graph in graphs:
             graph.put_before(how(graph))

@@ -1,4 +1,4 @@
-"""Regions in a checked call: what they return is held against what they promised, and computes.
+"""Regions in a checked call: their outputs are held against their contract and eager's values.
 
 They run on copies of their inputs, which are compared with these after the call. Where every call
 is checked, later ones run on the inputs themselves, and copies tell what to undo: code may keep

@@ -131,6 +131,6 @@ class Source:
         return f"{callee}({', '.join(arguments)})"
 
     def _operand(self, value: Any, names: Mapping[Node, str]) -> str:
-        """The same beside an operator: without parentheses ``-2 ** x`` is ``-(2 ** x)``."""
+        """An operand, in parentheses where needed: ``-2 ** x`` is ``-(2 ** x)``."""
         text = self.literal(value, names)
         return text if text.isidentifier() or text.isdigit() else f"({text})"

@@ -1,4 +1,4 @@
-"""The inputs of a graph's first call, for who compares candidates without another call."""
+"""The inputs of a graph's first call, to compare candidates without another call."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class WeightSets:
     def of(
         cls, prepare: Callable[[Sequence[Any]], tuple[Any, ...]], settings: Settings
     ) -> WeightSets:
-        """As the settings have it."""
+        """Sets with the limits of the settings."""
         room = functools.partial(why_no_room, settings.prepare_memory)
         return cls(prepare, settings.max_weight_sets, room)
 

@@ -157,5 +157,5 @@ def state_kept(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def _equal(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """The same values; NaNs count as different, which costs a copy and changes nothing."""
+    """Whether values are equal; NaNs aren't, which costs a copy and changes nothing."""
     return now.shape == before.shape and torch.equal(now, before)

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.frames import compile_id as current_compile_id
+from fuseboard.torch_api.frames import frame_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,8 +78,8 @@ def watched_compilations(
 
 def _compilation(told: Any) -> Compilation:
     trigger = getattr(getattr(told, "callback_trigger", None), "name", "dynamo")
-    compile_id = str(getattr(told, "compile_id", "")) or torch_internals.compile_id()
-    frame = torch_internals.frame_name() or _frame_of_dynamo()
+    compile_id = str(getattr(told, "compile_id", "")) or current_compile_id()
+    frame = frame_name() or _frame_of_dynamo()
     return Compilation(compile_id, frame, trigger.lower())
 
 

@@ -2,23 +2,18 @@
 
 Read against torch 2.13 (``torch/_guards.py``, ``torch/_functorch/aot_autograd.py``,
 ``torch/_functorch/partitioners.py``, ``torch/_dynamo/backends/common.py``); everything that moved
-between 2.11 and 2.14 is probed by signature or attribute, never by version. Past 400 lines, since
-short functions that have nothing but torch in common are easier to keep current in one place.
+between 2.11 and 2.14 is probed by signature or attribute, never by version.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 
@@ -106,7 +101,7 @@ def is_dynamo_error(error: BaseException) -> bool:
 
 
 def autocast_is_on() -> bool:
-    """For any kind of device. Not to be asked while AOTAutograd runs: it switches it off."""
+    """Whether autocast is on for any kind of device; AOTAutograd switches it off while it runs."""
     return torch._C._is_any_autocast_enabled()
 
 
@@ -201,86 +196,6 @@ def mirrors_dynamo() -> bool:
     written = (i.mutates_data or i.mutates_metadata for i in metadata.input_info)  # type: ignore[union-attr]
     kinds = {info.output_type.name for info in metadata.output_info}  # type: ignore[union-attr]
     return not any(written) and kinds <= {"non_alias", "unsafe_view_alias"}
-
-
-def compile_id() -> str:
-    """Dynamo's id of the compile that is under way, such as ``0/1``; empty outside of one."""
-    context = torch._guards.CompileContext.try_get()
-    return str(context.compile_id) if context is not None and context.compile_id else ""
-
-
-def frame_name() -> str:
-    """The user's function that Dynamo is compiling, with its file and line; "" if unknown."""
-    context = torch._guards.TracingContext.try_get()
-    traced = getattr(context, "traced_code", None)
-    if not traced:
-        return ""
-    own = [code for code in traced if not code.co_filename.startswith(torch.__path__[0])]
-    code = (own or traced)[0]
-    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def frame_title() -> str:
-    """Dynamo's id of the compile that is under way, and the user's function."""
-    return f"{compile_id()} {frame_name()}".strip()
-
-
-@dataclass(frozen=True)
-class FrameScope:
-    """What the function that Dynamo compiles can see.
-
-    :ivar names: Dynamo's name of a local or global, such as ``L['self']``, and the object.
-    :ivar callers: the same objects of the functions that called it, inside of the compiled call.
-    """
-
-    names: dict[str, Any]
-    callers: list[Any]
-
-
-def frame_scope() -> FrameScope:
-    """The scope of the frame that is being compiled; empty outside of Dynamo.
-
-    Read in ``torch/_dynamo/symbolic_convert.py`` (``tls.current_tx``, its ``output.root_tx``). A
-    function that Dynamo compiles apart, after a graph break, has the compiled model among its
-    callers.
-    """
-    from torch._dynamo import symbolic_convert
-
-    current = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
-    root = getattr(getattr(current, "output", None), "root_tx", None)
-    if root is None:
-        return FrameScope({}, [])
-    names = {f"L[{name!r}]": value for name, value in root.f_locals.items()}
-    used = _globals_of(root.f_code, root.f_globals)
-    names.update((f"G[{name!r}]", value) for name, value in used.items())
-    return FrameScope(names, _callers_objects())
-
-
-def _callers_objects() -> list[Any]:
-    """Locals and globals in the Python frames from the entry to compiled code to the compiler.
-
-    The entry is ``compile_wrapper`` of ``torch/_dynamo/eval_frame.py``; where a version calls it
-    otherwise, the frames around it are looked at, too.
-    """
-    dynamo = os.path.join(torch.__path__[0], "_dynamo", "")
-    found: list[Any] = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith(dynamo):
-            if found and code.co_name == "compile_wrapper":
-                break
-            found.clear()  # these were the compiler's own
-        else:
-            found.extend(frame.f_locals.values())
-            found.extend(_globals_of(code, frame.f_globals).values())
-        frame = frame.f_back
-    return found
-
-
-def _globals_of(code: CodeType, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The globals that a function's code names."""
-    return {name: values[name] for name in code.co_names if name in values}
 
 
 def registered_ops() -> list[str]:
@@ -381,84 +296,6 @@ def note_no_donated_buffers() -> None:
     metadata: Any = getattr(context, "fw_metadata", None)
     if getattr(metadata, "bw_donated_idxs", ()) is None:
         metadata.bw_donated_idxs = []
-
-
-def min_cut_partition(
-    joint: GraphModule,
-    inputs: Sequence[Any],
-    num_fwd_outputs: int,
-    static_inputs: Sequence[int],
-    memory_budget: float,
-    knapsack: str,
-    keywords: dict[str, Any],
-) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut rematerialisation with a memory budget. It changes ``joint``.
-
-    A budget of 0 would save the inputs alone, whatever ``node.meta["recompute"]`` says, and draw
-    random numbers anew (``choose_saved_values_set``): tag what is to be recomputed instead.
-    """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    return _partition(
-        min_cut_rematerialization_partition,
-        {"activation_memory_budget": memory_budget, "activation_memory_budget_solver": knapsack},
-        (joint, inputs, num_fwd_outputs, static_inputs, keywords),
-    )
-
-
-def default_partition(
-    joint: GraphModule,
-    inputs: Sequence[Any],
-    num_fwd_outputs: int,
-    static_inputs: Sequence[int],
-    keywords: dict[str, Any],
-) -> tuple[GraphModule, GraphModule]:
-    """torch's split that saves whatever the backward reads. It changes ``joint``."""
-    from torch._functorch.partitioners import default_partition as torch_default_partition
-
-    return _partition(
-        torch_default_partition, {}, (joint, inputs, num_fwd_outputs, static_inputs, keywords)
-    )
-
-
-def _partition(
-    partitioner: Callable[..., tuple[GraphModule, GraphModule]],
-    settings: dict[str, Any],
-    arguments: tuple[GraphModule, Sequence[Any], int, Sequence[int], dict[str, Any]],
-) -> tuple[GraphModule, GraphModule]:
-    """Call a partitioner with what it takes, under settings of ``torch._functorch.config``."""
-    from torch._functorch import config
-
-    joint, inputs, num_fwd_outputs, static_inputs, keywords = arguments
-    accepted = inspect.signature(partitioner).parameters
-    further = {key: value for key, value in keywords.items() if key in accepted}
-    if "static_lifetime_input_indices" in accepted:
-        further["static_lifetime_input_indices"] = list(static_inputs)
-    # On CUDA, draws to be replayed would come from a generator of their own, not be eager's.
-    if hasattr(config, "graphsafe_rng_functionalization"):
-        settings = {**settings, "graphsafe_rng_functionalization": False}
-    with config.patch(settings):
-        return partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **further)
-
-
-def overwritten_inputs(joint: GraphModule) -> set[Node]:
-    """The inputs of a joint graph that AOTAutograd overwrites after the forward.
-
-    It describes inputs and outputs in ``meta["desc"]``
-    (``torch/_functorch/_aot_autograd/descriptors.py``): an output that is the new value of an input
-    names that input's description. ``TracingContext.fw_metadata`` isn't filled in yet.
-    """
-    described = joint.graph.output_node().meta.get("desc") or ()
-    written = [getattr(item, "mutated_input", None) for item in tree_leaves(list(described))]
-    inputs = joint.graph.find_nodes(op="placeholder")
-    return {node for node in inputs if node.meta.get("desc") in [w for w in written if w]}
-
-
-def state_wrappers() -> tuple[Any, Any]:
-    """The higher-order ops that run a random op and save the state before it, or under a state."""
-    from torch._prims import rng_prims
-
-    return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
 
 
 def allocations(profile: Any, marker: str) -> tuple[list[tuple[int, int, int]], int]:

@@ -355,7 +355,7 @@ def _set_handler(number: int, handler: Any) -> None:
 
 
 def _environment() -> dict[Any, Any]:
-    """As the system has it: decoding takes ten times as long as all other parts."""
+    """The environment as the system has it; decoding would take ten times as long as the rest."""
     data = getattr(os.environ, "_data", None)
     return dict(os.environ) if data is None else dict(data)
 

@@ -37,6 +37,7 @@ from fuseboard.run.failure import describe
 from fuseboard.run.route import Route
 from fuseboard.torch_api import dynamo_graphs as torch_capture
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.admission import why_not_kept
@@ -76,7 +77,7 @@ class Life:
         weights = {i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
         as_strided = "as_strided" in graph.code
         self._kept = KeptCall(inputs, self._static | weights, as_strided)
-        self._frame = torch_internals.frame_title()
+        self._frame = frame_title()
         self._context = copy_context()
         self._machine = StateMachine()
         self._compiling = threading.RLock()

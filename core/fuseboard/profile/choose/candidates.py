@@ -30,7 +30,7 @@ class Candidate:
     :ivar postponed: it is to be lowered in this process, by a later call.
     :ivar program: None until it is lowered, and again once it has lost.
     :ivar proven: its outputs were right, in this process or an earlier one.
-    :ivar undecided: it is out in this process, for nothing that later ones should go by.
+    :ivar undecided: it is out in this process, for a reason that says nothing to later ones.
     :ivar dynamo_site: Dynamo's graph as its code, where nothing has to be lowered.
     """
 
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def authors(self) -> list[str]:
-        """Whose code it is made of, but for eager's."""
+        """The backends whose code it is made of, eager left out."""
         sites = self.program.sites if self.program is not None else []
         found = [site.lowered.author for site in sites] or [cut.backend for cut in self.cuts]
         return [name for name in found if name != "eager"]
@@ -109,7 +109,7 @@ class Candidate:
     def recall(self, cost: CandidateCost, lost: bool, settled: bool) -> None:
         """Take over what an earlier process measured.
 
-        :param lost: it wasn't chosen; tried it was, or need not be where all is settled.
+        :param lost: it was tried and not chosen, or needn't be tried since all is settled.
         """
         row = self.row
         row.latency_us, row.low_us, row.high_us = cost.latency_us, cost.low_us, cost.high_us

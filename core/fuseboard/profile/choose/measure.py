@@ -87,7 +87,7 @@ def _wall_us(call: Callable[[], Any]) -> float:
 
 
 def _cuda_us(call: Callable[[], Any]) -> float:
-    """From the first launch to the end of the last kernel; not less than what launching took."""
+    """The time from the first launch to the end of the last kernel, at least that of launching."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start = time.perf_counter()

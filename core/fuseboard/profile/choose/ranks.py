@@ -187,7 +187,7 @@ _counting = threading.Lock()
 
 
 def _job(group: Any) -> _Job | None:
-    """None where this process has nobody to agree with."""
+    """This process among its ranks; None where it has nobody to agree with."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     if group is None:

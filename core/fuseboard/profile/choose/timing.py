@@ -184,7 +184,7 @@ def _changing(calls: Mapping[Candidate, Callable[[], Any]]) -> dict[Candidate, B
 
 
 def _seals(candidate: Candidate) -> list[Checksums]:
-    """On what was prepared from weights for a candidate's regions."""
+    """Checksums of what was prepared from weights for a candidate's regions."""
     sets = candidate.program.sets if candidate.program is not None else None
     memories = map(memory_of, sets.last.values if sets is not None else ())
     return [Checksums(memory) for memory in memories if memory is not None]

@@ -163,7 +163,7 @@ class Tuner:
     def compiled(
         self, candidate: Candidate, token: Token, result: LoweringResult, seconds: float
     ) -> None:
-        """In the worker's thread: note a result; the next call compares what is complete."""
+        """Note a result, in the worker's thread; the next call compares what is complete."""
         with self._lock:  # a comparison that is under way ends first
             candidate.ready[token] = result
             candidate.row.compile_s = (candidate.row.compile_s or 0.0) + seconds
@@ -173,7 +173,7 @@ class Tuner:
                 self._runner.interrupt(self._call)
 
     def forked(self) -> None:
-        """In a forked child: what the parent has compiled doesn't come here."""
+        """Wait for nothing in a forked child: what the parent has compiled doesn't come here."""
         self._lock = threading.RLock()  # a thread that this process hasn't may have held it
         for candidate in self._candidates:
             if candidate.waiting:

@@ -1,4 +1,4 @@
-"""Calls end to end: what was compiled, or Dynamo's own graph.
+"""Choose for calls end to end: what was compiled, or Dynamo's own graph.
 
 Forward and backward are chosen apart, each against AOTAutograd's graph run op by op. Together they
 may still be slower than what the model does without a compiler, whose ops weren't taken apart. So
@@ -228,7 +228,7 @@ class WholeCalls:
             return "an input is a list"  # compiled autograd's; a call empties it
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
-            return "an input is a tensor of a class of its own"
+            return "an input is a tensor subclass"
         if self._training and any(value.is_inference() for value in tensors):
             return "an input was made in inference mode"
         if any(i >= len(args) for i in self._mutated):
@@ -309,7 +309,7 @@ def _note(kind: str, winner: str, rows: Sequence[CandidateReport]) -> str:
 
 
 def note_dynamo_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runner]) -> None:
-    """In the report of each graph: none of what was compiled of it runs."""
+    """Note in the report of each graph that none of what was compiled of it runs."""
     instead = "Dynamo's own graph runs"
     if us.keys() >= {COMPILED, EAGER}:
         times = f"{duration(us[EAGER])} by it, and {duration(us[COMPILED])} as compiled"

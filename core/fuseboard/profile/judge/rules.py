@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.ops.draws import hides_draws
 from fuseboard.profile.judge import lifting
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.partitioners import state_wrappers
 
 #: How an output is judged.
 #:
@@ -126,7 +126,7 @@ def _keeps_state(node: Node) -> bool:
     """Whether a node is one of torch's wrappers that save or set the generator's state."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    return node.target in torch_internals.state_wrappers()
+    return node.target in state_wrappers()
 
 
 def _uninitialised(node: Node, owner: torch.nn.Module) -> bool:

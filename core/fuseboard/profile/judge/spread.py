@@ -79,7 +79,7 @@ def place_of(number: int, tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """In float64, or complex128."""
+    """A tensor in float64, or complex128."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
