@@ -149,6 +149,51 @@ def test_a_gradient_inside_of_compiled_code():
         torch.testing.assert_close(got, torch.autograd.grad(function(x, w), (x, w)))
 
 
+class Product(torch.autograd.Function):
+    """Its backward reads an input, a result, what is neither, and a tensor that it holds."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y = x.exp()
+        z = y * w
+        ctx.save_for_backward(x, y, z, w)
+        ctx.twice = x * 2
+        return z, y
+
+    @staticmethod
+    def backward(ctx, for_z, for_y):
+        x, y, z, w = ctx.saved_tensors
+        return for_z * y * w + for_y * y * x.sin() * ctx.twice, for_z * y * z.cos()
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through, with a gradient that its result scales."""
+
+    @staticmethod
+    def forward(ctx, x):
+        result = x.round()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (result,) = ctx.saved_tensors
+        return gradient * result
+
+
+FUNCTIONS = {
+    "product": lambda x: Product.apply(x * 3, x.sin()),
+    "rounded": lambda x: Rounded.apply(x * 3) * x,
+}
+
+
+@every_way
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_second_gradient_through_the_user_s_own_function(name, way):
+    """As eager: inputs and results have a history in its backward, and nothing else has."""
+    assert_as_eager(FUNCTIONS[name], compiled(FUNCTIONS[name], way), leaf(3, 4))
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_a_second_gradient_meets_the_same_random_numbers(rate):
     """Dropout's mask is the one that the result was made with."""

@@ -28,10 +28,6 @@ from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 
 _MODES = tuple(part for part in ANSWER_PARTS if "autocast" in part.name)
 
-#: Called in the place of AOTAutograd's, it makes no second gradient either.
-_OPAQUE = "autograd_function_apply"
-
-
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -62,14 +58,11 @@ class Gradients:
         self._note = note
         self._modes = read_state(_MODES)
         nodes = [node for one in (forward, backward) for node in one.graph.graph.nodes]
-        calls = [getattr(node.target, "__name__", "") for node in graph.graph.nodes]
         may_draw = [n for n in nodes if draws(n) or _is_higher_order(n.target)]
         self._draws = bool(may_draw)
         self.why_not = ""
         if may_draw and fast_random:
             self.why_not = "it draws random numbers that nobody can draw again"
-        if _OPAQUE in calls:
-            self.why_not = "it has an autograd.Function, which Dynamo traced for first gradients"
         #: For each gradient the results that it depends on; None: not known yet, or not at all.
         self._sources: list[frozenset[int]] | None = None
         self._form: aot_functions.FunctionForm | None = None
@@ -221,18 +214,20 @@ class Gradients:
         with torch.no_grad():
             results = first(gradients)
         results = self._without(missing, results, call)
-        return _Refusing.apply(  # type: ignore[no-untyped-call]
+        return _Refused.apply(  # type: ignore[no-untyped-call]
             text, len(results), *results, *inputs, *given
         )
 
 
-class _Refusing(torch.autograd.Function):
-    """Results as they are, of which each input and gradient seems to be a source."""
+class _Refused(torch.autograd.Function):
+    """Values as they are, which seem to be computed from all that comes after them."""
 
     @staticmethod
     def forward(context: Any, text: str, count: int, *values: Any) -> Any:
         context.text = text
-        return tuple(one.view_as(one) if one is not None else None for one in values[:count])
+        return tuple(
+            one.view_as(one) if isinstance(one, torch.Tensor) else one for one in values[:count]
+        )
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:

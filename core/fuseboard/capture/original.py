@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from fuseboard.capture.autograd_functions import with_eager_functions
 from fuseboard.contracts import Boxed
 from fuseboard.torch_api.state import AUTOGRAD_PARTS, StateGuard
 
@@ -66,7 +67,7 @@ def forward_of(graph: GraphModule) -> Callable[..., Any]:
     Levels of ``torch.func`` are opened and closed by nodes of their own, where eager has a
     ``with``. So an exception in between would leave them open for the rest of the process.
     """
-    graph = _with_eagers_checkpoints(graph)
+    graph = with_eager_functions(_with_eagers_checkpoints(graph))
     _ = graph.code
     forward: Callable[..., Any] = graph.forward
     if only_computes(graph):
