@@ -294,6 +294,26 @@ def test_what_has_no_second_gradient_isn_t_swapped_in_where_one_is_asked_for():
     assert any("differentiated twice" in one.instead for one in fuseboard.last_report().graphs)
 
 
+@pytest.mark.usefixtures("chosen")
+def test_results_made_in_an_inference_mode_inside_are_inference_tensors():
+    """Before the swap and after it, and the mode is left."""
+    model, x = mlp(), torch.randn(8, 64)
+
+    def program(x):
+        with torch.inference_mode():
+            return model(x)
+
+    run = pinned(program)
+    for number in range(3):
+        result = run(x)
+        torch.testing.assert_close(result, program(x))
+        assert result.is_inference()
+        assert not torch.is_inference_mode_enabled()
+        if number == 0:
+            assert fuseboard.wait(120)
+    assert loaded()
+
+
 def test_random_numbers_of_the_user_are_left_alone():
     """The threads draw none, and put no generator back."""
     model, x = torch.nn.Sequential(mlp(), torch.nn.Dropout(0.5)), torch.randn(8, 64)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
 from fuseboard.capture.original import mend_powers
+from fuseboard.capture.unfit_graphs import take_out_inference_mode
 from fuseboard.config import resolve
 from fuseboard.pipeline.call import compile_graph
 from fuseboard.torch_api import internals as torch_internals
@@ -46,17 +48,7 @@ def fuseboard(
     with StateGuard(), eager_view_strides():
         session = _session(mode, options)
         mend_powers(graph)
-        why = why_in_calls(session, example_inputs)
-        run = None
-        if not why:
-            try:
-                run = Life(session, graph, example_inputs).begin()
-            except CannotKeep as error:
-                why = str(error)
-        if run is None:
-            if session.settings.settle == "background":
-                session.notes.append(f"tried within calls, not beside them: {why}")
-            run = _compile(session, graph, example_inputs)
+        run = _in_its_inference_mode(_begin, session, graph, example_inputs)
     return _under_its_modes(run)
 
 
@@ -71,7 +63,7 @@ def compile_now(
     with StateGuard(), eager_view_strides():
         session = _session(mode, options)
         mend_powers(graph)
-        run = _compile(session, graph, example_inputs)
+        run = _in_its_inference_mode(_compile, session, graph, example_inputs)
     return _under_its_modes(run)
 
 
@@ -82,8 +74,40 @@ def _session(mode: str | None, options: Mapping[str, Any] | None) -> Session:
     return session
 
 
+def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
+    """What answers calls from now on: compiled beside them, or before this returns."""
+    why = why_in_calls(session, inputs)
+    if not why:
+        try:
+            return Life(session, graph, inputs).begin()
+        except CannotKeep as error:
+            why = str(error)
+    if session.settings.settle == "background":
+        session.notes.append(f"tried within calls, not beside them: {why}")
+    return _compile(session, graph, inputs)
+
+
 def _compile(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
     return compile_graph(session, graph, inputs, inputs, frame_title()).run
+
+
+def _in_its_inference_mode(
+    answer: Callable[[Session, GraphModule, Sequence[Any]], Run],
+    session: Session,
+    graph: GraphModule,
+    inputs: Sequence[Any],
+) -> Run:
+    """Compile and call in inference mode what the user's code computes in one, all of it."""
+    if torch.is_inference_mode_enabled() or not take_out_inference_mode(graph):
+        return answer(session, graph, inputs)
+    with torch.inference_mode():
+        inner = answer(session, graph, inputs)
+
+    def run(*args: Any) -> Any:
+        with torch.inference_mode():
+            return inner(*args)
+
+    return run
 
 
 def _under_its_modes(compiled: Run) -> Run:

@@ -30,7 +30,6 @@ QUICK = ["mkldnn", "onnxruntime", "eager"]
 #: Dynamo's own graph is chosen some are right, so that these may pass.
 KNOWN = {
     "case_15_function_mode": "Dynamo doesn't trace a mode into the body of a checkpoint",
-    "case_21_inference_inside": "AOTAutograd drops an inference mode that is entered inside",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from fuseboard.board import Session
-from fuseboard.capture import mixed_norms, unfit_calls
+from fuseboard.capture import mixed_norms, unfit_calls, unfit_graphs
 from fuseboard.capture.comparison import CannotCompare, CaptureCheck
 from fuseboard.capture.gradients import Gradients
 from fuseboard.capture.original import forward_of, mend_powers
@@ -97,6 +97,9 @@ def compile_graph(
         what is made here.
     """
     call = GraphCall(session, graph, frame)
+    if why := unfit_graphs.why_unfit(graph, example_inputs):
+        call.pipeline.contain_refused_graph(LoweringError(why))
+        return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     around = bundled or (lambda compiler: compiler)
     if bundled is not None:
         call.pipeline.records = []

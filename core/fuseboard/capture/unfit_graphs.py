@@ -1,0 +1,77 @@
+"""Graphs that AOTAutograd of torch 2.13 doesn't capture as they are, known before it tries.
+
+An inference mode that is entered inside is dropped: results made in it are no inference tensors,
+and autograd takes them for its own. Where all of a graph is inside of one, it is captured without
+it, and called in one (:func:`take_out_inference_mode`). Dynamo's own graph runs otherwise.
+
+Inputs of a subclass of ``torch.Tensor`` that has no ``__torch_dispatch__`` of its own make each
+call raise (``_AnalyzeCustomOpInputOutputMode`` in
+``torch/_functorch/_aot_autograd/runtime_wrappers.py`` knows none), though they differ from tensors
+in name alone; and what is compiled would return plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+_ENTER, _EXIT = "_enter_inference_mode", "_exit_inference_mode"
+
+#: Types that a mode of AOTAutograd's knows.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def why_unfit(graph: GraphModule, inputs: Sequence[Any]) -> str:
+    """Why a graph of Dynamo's runs as it is; "" if AOTAutograd may have it.
+
+    :param inputs: real ones.
+    """
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and _is_named_alone(type(value)):
+            return f"an input is of {type(value).__name__}, a subclass of Tensor in name alone"
+    inside = torch.is_inference_mode_enabled()
+    graphs = [one for one in graph.modules() if isinstance(one, GraphModule)]
+    for node in (node for one in graphs for node in one.graph.nodes):
+        if _name(node) == _ENTER and node.args != (inside,):
+            return "a part of it is in another inference mode than the rest"
+        if node.op == "call_method" and node.target == "as_subclass":
+            return "it makes tensors of a subclass"
+    return ""
+
+
+def _is_named_alone(kind: type) -> bool:
+    if kind in _PLAIN or hasattr(kind, "__tensor_flatten__"):
+        return False
+    return getattr(kind, "__torch_dispatch__", None) == torch.Tensor.__torch_dispatch__
+
+
+def take_out_inference_mode(graph: GraphModule) -> bool:
+    """Let a graph mean the same if it is called in inference mode; False where it can't.
+
+    It can where all that computes is between the nodes that enter one and leave it.
+    """
+    switches: list[Node] = []
+    entered: Node | None = None
+    for node in graph.graph.nodes:
+        if entered is None and _name(node) == _ENTER and node.args == (True,):
+            entered = node
+            switches.append(node)
+        elif entered is not None and _name(node) == _EXIT and node.args == (entered,):
+            entered = None
+            switches.append(node)
+        elif _name(node) in (_ENTER, _EXIT):
+            return False
+        elif entered is None and node.op not in ("placeholder", "get_attr", "output"):
+            return False
+    for node in reversed(switches):
+        graph.graph.erase_node(node)
+    if switches:
+        graph.recompile()
+    return bool(switches)
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""

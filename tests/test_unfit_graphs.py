@@ -1,0 +1,176 @@
+"""Graphs that AOTAutograd doesn't capture as they are: inference mode inside, named subclasses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.backends import all_trips, forget_other_graphs
+from tests.support.values import rnd
+
+WAYS = {
+    "first_call": {"settle": "first_call", "backends": ["mkldnn", "eager"]},
+    "in_calls": {"settle": "in_calls", "backends": ["mkldnn", "eager"]},
+    "background": {"settle": "background", "backends": ["mkldnn", "eager"]},
+    "mkldnn": {"backends": ["mkldnn"]},
+    "onnxruntime": {"backends": ["onnxruntime"]},
+    "eager": {"backends": ["eager"]},
+}
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    forget_other_graphs(monkeypatch)
+
+
+def compiled(function, way):
+    return torch.compile(function, backend="fuseboard", options={"measure_s": 0.01, **WAYS[way]})
+
+
+def leaves(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def assert_as_eager(function, way, make):
+    """Values, types, and what autograd may do with them."""
+    fn = compiled(function, way)
+    for _ in range(4):
+        want, got = leaves(function(*make())), leaves(fn(*make()))
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+            assert type(one) is type(other)
+            assert one.is_inference() == other.is_inference()
+            assert one.requires_grad == other.requires_grad
+        assert not torch.is_inference_mode_enabled()
+
+
+# --- inference mode -------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def all_inside(x, w):
+    return (x @ w).relu(), x[0], x
+
+
+def twice_inside(x, w):
+    with torch.inference_mode():
+        y = x @ w
+    with torch.inference_mode():
+        return y.exp()
+
+
+def partly_inside(x, w):
+    y = x.sin()
+    with torch.inference_mode():
+        return y, (x @ w).exp()
+
+
+def outside_inside(x, w):
+    with torch.inference_mode():
+        y = x @ w
+        with torch.inference_mode(False):
+            z = torch.ones(2) + 1
+        return y * 2, z
+
+
+MODES = [all_inside, twice_inside, partly_inside, outside_inside]
+
+
+@every_way
+@pytest.mark.parametrize("function", MODES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("training", [False, True])
+def test_results_are_inference_tensors_where_eagers_are(function, way, training):
+    """And nothing else is: the mode covers the code that it covers in eager."""
+    assert_as_eager(function, way, lambda: (rnd(3, 3), rnd(3, 3).requires_grad_(training)))
+
+
+def test_what_is_all_inside_is_compiled():
+    """As decorated methods are; nothing is lost by it."""
+    fn = compiled(all_inside, "mkldnn")
+    fn(rnd(3, 3), rnd(3, 3))
+    assert not all_trips()
+
+
+@every_way
+def test_an_inference_mode_around_is_as_good(way):
+    """Entered once more inside, it changes nothing."""
+    fn = compiled(all_inside, way)
+    for _ in range(3):
+        with torch.inference_mode():
+            got = fn(rnd(3, 3), rnd(3, 3))
+        assert got[0].is_inference()
+
+
+# --- subclasses -----------------------------------------------------------------------------------
+
+
+class Named(torch.Tensor):
+    """Differs from a tensor in name alone."""
+
+
+class Told(torch.Tensor):
+    """Computes cosines for sines."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        function = torch.Tensor.cos if function is torch.Tensor.sin else function
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Weight(torch.nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def waves(x):
+    return (x * 2).sin(), x.sum()
+
+
+@every_way
+@pytest.mark.parametrize("kind", [Named, Told])
+@pytest.mark.parametrize("training", [False, True])
+def test_inputs_of_a_subclass_in_name_alone(kind, way, training):
+    """The results are of that class, too."""
+    assert_as_eager(waves, way, lambda: (rnd(3, 3).as_subclass(kind).requires_grad_(training),))
+
+
+@every_way
+def test_a_plain_input_beside_one_of_a_subclass(way):
+    """Whatever comes first."""
+    assert_as_eager(torch.mul, way, lambda: (rnd(3), rnd(3).as_subclass(Named)))
+
+
+@every_way
+def test_a_subclass_that_the_code_makes(way):
+    """Of plain tensors."""
+    assert_as_eager(lambda x: (x.exp().as_subclass(Named) * 2, x + 1), way, lambda: (rnd(3),))
+
+
+@every_way
+def test_gradients_of_a_subclass(way):
+    """Reach the leaf."""
+    fn = compiled(waves, way)
+    for _ in range(3):
+        x, y = (rnd(3).as_subclass(Named).requires_grad_() for _ in range(2))
+        fn(x)[0].sum().backward()
+        waves(y)[0].sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+@every_way
+def test_parameters_of_a_subclass(way):
+    """Of a module."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = Weight(rnd(3, 3))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    module = Module()
+    assert_as_eager(module, way, lambda: (rnd(3, 3),))
