@@ -110,7 +110,7 @@ def test_a_forward_that_fails_late():
     def call(eager_call, region):
         def run(args):
             counts[0] += region.kind == "forward"
-            fails = region.kind == "forward" and counts[0] == 3
+            fails = region.kind == "forward" and counts[0] == 4
             return boom() if fails else eager_call(args)
 
         return run
@@ -130,7 +130,7 @@ def test_a_backward_that_fails_late():
     def call(eager_call, region):
         def run(args):
             counts[0] += region.kind == "backward"
-            fails = region.kind == "backward" and counts[0] == 3
+            fails = region.kind == "backward" and counts[0] == 4
             return boom() if fails else eager_call(args)
 
         return run
@@ -203,7 +203,8 @@ def test_a_failure_in_one_of_several_regions():
         check(fn, rnd(4, 5), rnd(5, 6), calls=4, reference=g)
     (trip,) = all_trips()
     assert (trip.plugin, trip.source) == ("bad", f"{__file__}:{g.__code__.co_firstlineno + 1}")
-    assert counts == [1 + 2 * 3, 1]  # in the first call the regions after the bad one didn't run
+    # Checked calls call each region twice. In the first the ones after the bad one didn't run.
+    assert counts == [2 + 4 + 2 * 2, 1]
 
 
 def test_random_numbers_after_a_failure():
@@ -409,3 +410,47 @@ def test_a_prepare_graph_that_fails():
         check(compiled(model, "bad"), rnd(4, 5), reference=model)
     (trip,) = all_trips()
     assert (trip.plugin, trip.stage, trip.instead) == ("bad", "run", "eager")
+
+
+def reusing(count, wrap=lambda buffer: buffer):
+    """The right results, in the same few buffers again and again."""
+
+    def call(eager_call, region):
+        buffers = []
+
+        def run(args):
+            results = list(eager_call(args))
+            if len(buffers) < count:
+                buffers.append([wrap(torch.empty_like(one)) for one in results])
+            buffers.append(buffers.pop(0))
+            for buffer, result in zip(buffers[-1], results, strict=True):
+                buffer.copy_(result)
+            return [wrap(buffer) for buffer in buffers[-1]]
+
+        return run
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda buffer: buffer,
+        lambda buffer: buffer[:],
+        lambda buffer: torch.from_numpy(buffer.numpy()),
+    ],
+    ids=["tensor", "view", "another engine's memory"],
+)
+@pytest.mark.parametrize("policy", ["priority", "measured"])
+def test_a_region_that_returns_the_same_memory_in_each_call(wrap, policy, tmp_path):
+    """The first result would be overwritten by the second call: eager's stays."""
+    x, y = rnd(4, 3), rnd(3, 6)
+    settings = {"policy": policy, "measure_s": 0.001, "cache_dir": str(tmp_path)}
+    info = {"compiles_quickly": True}
+    with plugged("reusing", call=reusing(1, wrap), info=info), torch.no_grad():
+        fn = compiled(g, "reusing", **settings)
+        results = [(fn(x * n, y), g(x * n, y)) for n in range(4)]
+    for got, want in results:
+        assert_same(got, want)
+    (trip,) = all_trips()
+    assert "same memory in each call" in trip.error

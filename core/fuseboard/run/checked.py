@@ -23,7 +23,7 @@ from fuseboard.profile.judge.copies import Copies, KeptCopies, WriteWatch
 from fuseboard.profile.judge.divergence import first_divergence
 from fuseboard.profile.judge.reference import Reference, make_reference, replayable
 from fuseboard.profile.judge.replays import why_it_writes
-from fuseboard.profile.judge.verify import verify
+from fuseboard.profile.judge.verify import reused_outputs, verify
 from fuseboard.report.data import GraphReport
 from fuseboard.run.eager import boxed_function
 from fuseboard.run.failure import decide, describe, trip
@@ -124,6 +124,7 @@ class CheckedRegion:
             where = self._where(own) if verdict.by_value else ""
             raise self._broken(verdict.problem + where, verdict.by_value)
         if reference is not None:
+            self._must_have_memory_of_its_own(result, inputs, time.perf_counter() - start)
             self._checks.passed[id(self._code)] = self._code
         if self._seen is not None:
             self._seen(result)
@@ -152,6 +153,19 @@ class CheckedRegion:
         if written:
             raise self._broken(f"the lowered region wrote to its inputs {written}")
         return result if watch is not None else copies.back(result)
+
+    def _must_have_memory_of_its_own(
+        self, result: Sequence[Any], inputs: list[Any], taken_s: float
+    ) -> None:
+        """Call it once more: what it returned before must stay what it is.
+
+        :raises ContractError: it returns the same memory in each call, or it wrote to its inputs.
+        """
+        if self._trusted or self._checks.inputs != "copied":
+            return
+        again = self._result(list(inputs), taken_s)
+        if reused := reused_outputs(result, again, inputs):
+            raise self._broken(f"it returns the same memory in each call, as outputs {reused}")
 
     def _guarded(self, args: list[Any], reference_s: float) -> Sequence[Any]:
         """The call, within a limit of time, and held to leaving the process as it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,3 +129,34 @@ def _identity(value: torch.Tensor) -> tuple[str, int]:
     if value.layout == torch.strided and value.numel() > 0:
         return "storage", torch_internals.storage_address(value)
     return "object", id(value)
+
+
+def reused_outputs(
+    earlier: Sequence[Any], later: Sequence[Any], inputs: Sequence[Any]
+) -> list[int]:
+    """Positions of outputs in memory that an earlier call's outputs have, which are still alive.
+
+    Whoever holds those would see them overwritten. Memory of the inputs is the caller's affair.
+
+    :param inputs: of both calls.
+    """
+    given = _places(inputs).values()
+    taken = [place for place in _places(earlier).values() if not _meets(place, given)]
+    return [number for number, place in _places(later).items() if _meets(place, taken)]
+
+
+def _places(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    """Where in memory the storage of each begins and ends; of tensors that have some."""
+    storages = {
+        number: value.untyped_storage()
+        for number, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel()
+    }
+    return {
+        number: (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        for number, storage in storages.items()
+    }
+
+
+def _meets(place: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    return any(place[0] < end and begin < place[1] for begin, end in others)
