@@ -21,6 +21,7 @@ from fuseboard.contracts import Boxed
 from fuseboard.errors import CONTAINED
 from fuseboard.ops.draws import draws
 from fuseboard.ops.effects import has_effects
+from fuseboard.profile.judge.copies import view_like
 from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
 from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.rules import reached_by
@@ -312,10 +313,7 @@ class _Copies:
             address = torch_internals.storage_address(value)
             if address not in storages:
                 storages[address] = value.untyped_storage().clone()
-            copy = torch.empty(0, dtype=value.dtype, device=value.device)
-            copy.set_(storages[address], value.storage_offset(), value.shape, value.stride())
-            copy = torch._neg_view(copy) if value.is_neg() else copy
-            copy = copy.conj() if value.is_conj() else copy
+            copy = view_like(value, storages[address], value.storage_offset())
         return copy.requires_grad_(value.requires_grad)
 
 

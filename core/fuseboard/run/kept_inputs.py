@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class KeptInputs:
             self._values = [
                 weakref.ref(value)
                 if i in static and isinstance(value, torch.Tensor)
-                else partial(_as_it_is, strided_copy(value))
+                else held(strided_copy(value))
                 for i, value in enumerate(inputs)
             ]
 
@@ -49,8 +48,9 @@ class KeptInputs:
         self._values = None
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
+def held(value: Any) -> Callable[[], Any]:
+    """A function that returns the value, in the place of a weak reference to it."""
+    return lambda: value
 
 
 def strided_copy(value: Any) -> Any:

@@ -35,7 +35,7 @@ class Order(Protocol):
 
     @property
     def bytes_to_send(self) -> int:
-        """Of inputs and weights."""
+        """Bytes of inputs and weights."""
 
     def request(self, directory: Path) -> Request | None:
         """What to ask the workshop; None where that isn't needed."""

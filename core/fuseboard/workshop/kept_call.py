@@ -6,12 +6,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
-from fuseboard.run.kept_inputs import strided_copy
+from fuseboard.profile.judge.copies import view_like
+from fuseboard.run.kept_inputs import held, strided_copy
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
@@ -63,9 +63,7 @@ class KeptCall:
             )
         storages: dict[int, torch.UntypedStorage] = {}
         self._values: list[Callable[[], Any]] = [
-            weakref.ref(value)
-            if i in weights
-            else partial(_as_it_is, self._copy(value, whole, storages))
+            weakref.ref(value) if i in weights else held(self._copy(value, whole, storages))
             for i, value in enumerate(inputs)
         ]
 
@@ -82,17 +80,14 @@ class KeptCall:
             else:
                 if address not in storages:
                     storages[address] = whole[address].clone()
-                copy = torch.empty(0, dtype=value.dtype)
-                copy.set_(storages[address], value.storage_offset(), value.shape, value.stride())
-                copy = torch._neg_view(copy) if value.is_neg() else copy
-                copy = copy.conj() if value.is_conj() else copy
+                copy = view_like(value, storages[address], value.storage_offset())
         if value.is_inference():
             return copy
         copy.requires_grad_(value.requires_grad)
         return copy
 
     def inputs(self) -> list[torch.Tensor] | None:
-        """None where a weight is gone."""
+        """The inputs; None where a weight is gone."""
         values = [value() for value in self._values]
         return None if any(value is None for value in values) else values
 
@@ -141,10 +136,6 @@ class KeptCall:
                     raise CannotKeep(f"{part.name} was changed since it was compiled")
                 part.write(value)
             yield
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _gone() -> None:

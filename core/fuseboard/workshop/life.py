@@ -143,7 +143,7 @@ class Life:
     def _look_how_often(self) -> None:
         self._is_twice |= torch.is_grad_enabled()
 
-    # --- for who waits --------------------------------------------------------------------------
+    # --- for callers that wait ----------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -211,7 +211,7 @@ class Life:
 
     @property
     def bytes_to_send(self) -> int:
-        """Of inputs and weights."""
+        """Bytes of inputs and weights."""
         return self._kept.nbytes
 
     def request(self, directory: Path) -> Request | None:

@@ -80,5 +80,5 @@ class StateMachine:
             return True
 
     def forked(self) -> None:
-        """In a forked child: a thread that this process hasn't may have held the lock."""
+        """Take a new lock in a forked child: a thread that is gone may have held the old one."""
         self._lock = threading.Lock()

@@ -236,7 +236,7 @@ class TensorCopy:
         offset = self._memory.data_ptr() - storage.data_ptr() + distance
         if result.is_quantized or offset % result.element_size():
             return result
-        return _view(result, storage, offset // result.element_size())
+        return view_like(result, storage, offset // result.element_size())
 
 
 class Checksums:
@@ -311,13 +311,15 @@ def _copied(
     shift = (original.untyped_storage().data_ptr() - block.data_ptr()) % _ALIGNMENT
     storage = block[shift : shift + needed]
     own = _flat(storage[first:]).copy_(memory)
-    copy = _view(original, storage, offset)
+    copy = view_like(original, storage, offset)
     if type(original) not in _TENSORS:
         copy = copy.as_subclass(type(original))
     return copy.requires_grad_(original.requires_grad), own
 
 
-def _view(like: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+def view_like(
+    like: torch.Tensor, storage: torch.UntypedStorage, offset: int | torch.SymInt
+) -> torch.Tensor:
     """A tensor laid out like another, on some storage."""
     made = torch.empty(0, dtype=like.dtype, device=like.device)
     made.set_(storage, offset, like.shape, like.stride())
