@@ -36,6 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402  # after the environment is set
 import torch  # noqa: E402
 
+from fuseboard.report.data import ledger  # noqa: E402
+
 # torch makes its structured trace, hundreds of records a compile, where this logger has a handler.
 # pytest gives one of its own to each logger that doesn't propagate.
 logging.getLogger("torch.__trace").propagate = True
@@ -73,8 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    """No test meets code, seeds or a precision that another one left behind."""
+    """No test meets code, reports, seeds or a precision that another one left behind."""
     torch._dynamo.reset()
+    ledger.clear()
     torch.manual_seed(0)
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     yield

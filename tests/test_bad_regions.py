@@ -23,11 +23,6 @@ from tests.support.contained import boom, check, f, on_region, train
 from tests.support.values import assert_same, rnd
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 def g(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     a = torch.relu(x @ y)
     return a * 2, a.sum(1)

@@ -23,11 +23,6 @@ SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._softmax_backward_dat
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-@pytest.fixture(autouse=True)
-def _nothing_reported():
-    ledger.clear()
-
-
 def whats_wrong() -> str:
     """What was told of the one graph that wasn't Dynamo's."""
     (trip,) = all_trips()

@@ -14,11 +14,6 @@ from tests.support.values import assert_same, rnd
 ALTERNATE = {"stages": {"plan": "tests.support.plans:alternate"}}
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 @pytest.fixture(params=["one_region", "many_regions"])
 def through(request):
     """How to compile: the graph in one piece, or cut at nearly every node."""

@@ -8,16 +8,10 @@ import pytest
 import torch
 
 import fuseboard
-from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, last_graph, plugged
 from tests.support.contained import Boom
 from tests.support.specialising import batch_of, check, f, lowering, specialised, static
 from tests.support.values import assert_same, rnd
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 def fail_at(batch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import fuseboard
@@ -10,11 +9,6 @@ from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, claim_all, compiled, graph_count, last_graph, plugged
 from tests.support.specialising import check
 from tests.support.values import assert_same, rnd
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 def f(x):

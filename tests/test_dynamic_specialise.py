@@ -16,11 +16,6 @@ ALTERNATE = {"stages": {"plan": "tests.support.plans:alternate"}}
 FIRST = {"plan": "tests.support.plans:first_claimer"}
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 def test_each_combination_is_compiled_once():
     """And the report says which."""
     lowered = []

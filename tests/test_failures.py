@@ -11,7 +11,6 @@ from torch import nn
 
 import fuseboard
 from fuseboard.errors import RegionError
-from fuseboard.report.data import ledger
 from tests.support.backends import (
     all_trips,
     claim_all,
@@ -23,12 +22,6 @@ from tests.support.backends import (
 )
 from tests.support.contained import LIMIT_S, Boom, boom, check, f, on_region, train
 from tests.support.values import assert_same, rnd
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
 
 # --- hooks that raise, hang or answer nonsense ---------------------------------------------------
 

@@ -8,15 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fuseboard.report.data import ledger
 from tests.support.backends import compiled, graph_count, hoisted, last_graph, plugged
 from tests.support.values import assert_same, rnd
 from tests.support.weights import Scaled, assert_equal, check, hoisting_by, overwrite, step
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 @pytest.fixture(params=["generic", "packed"])

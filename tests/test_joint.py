@@ -31,11 +31,6 @@ policies = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 class Block(nn.Module):
     """Attention and an MLP.
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fuseboard.errors import RegionError
-from fuseboard.report.data import ledger
 from fuseboard.run.outputs import EVERY
 from tests.support.backends import all_trips, claim_ops, compiled, last_graph, plugged
 from tests.support.contained import on_region
@@ -24,11 +23,6 @@ CHANGES = {
     "too few": (lambda r: r[:1], "values to unpack"),
     "too many": (lambda r: [*r, r[0]], "values to unpack"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 def g(x, y):

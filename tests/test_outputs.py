@@ -10,11 +10,6 @@ from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import assert_same, rnd
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 def merging(eager_call, region):
     """A backend that removes no-op views and merges what is equal: one tensor for all of them."""
 

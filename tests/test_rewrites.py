@@ -19,11 +19,6 @@ from tests.support.values import assert_same, rnd
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 def rewriting(target, change, kind=None):
     """A hook that offers a rewrite of each call of an op in whole graphs."""
 

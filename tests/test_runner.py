@@ -9,16 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fuseboard.report.data import ledger
 from fuseboard.run.codegen import Source
 from fuseboard.run.eager import boxed_function
 from tests.support.backends import compiled, graph_count, last_graph, plugged
 from tests.support.values import assert_same, rnd
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 class Storage:

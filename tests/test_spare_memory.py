@@ -13,7 +13,6 @@ from tests.support.backends import (
     all_trips,
     compiled,
     last_graph,
-    ledger,
     observing,
     pack_linears,
     plugged,
@@ -22,11 +21,6 @@ from tests.support.values import assert_same
 from tests.support.weights import Linear, assert_equal, hoisting_by, overwrite
 
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def _own_ledger():
-    ledger.clear()
 
 
 @pytest.fixture

@@ -15,11 +15,6 @@ from tests.support.backends import all_trips, compiled, graph_count, last_graph,
 from tests.support.values import assert_same, rnd
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """Run ``work(0)`` to ``work(count - 1)`` at once; the first exception comes out."""
     problems: list[BaseException] = []

@@ -9,16 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, graph_count, last_graph, plugged
 from tests.support.values import assert_closer, assert_same, rnd
 
 ALTERNATE = {"stages": {"plan": "tests.support.plans:alternate"}}
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 class Attention(nn.Module):

@@ -7,15 +7,10 @@ import torch
 from torch._decomp import get_decompositions
 
 import fuseboard
-from tests.support.backends import all_trips, claim_ops, compiled, last_graph, ledger, plugged
+from tests.support.backends import all_trips, claim_ops, compiled, last_graph, plugged
 from tests.support.values import assert_same, rnd
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 def lowered(function, *inputs, look, name="fake", dynamic=None, **hooks):

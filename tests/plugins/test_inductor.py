@@ -16,11 +16,6 @@ from tests.support.backends import all_trips, compiled, last_graph
 from tests.support.values import rnd
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    ledger.clear()
-
-
 @pytest.fixture
 def directory(tmp_path):
     return str(tmp_path)

@@ -26,11 +26,6 @@ from fuseboard_onnxruntime import _torch_internals
 BACKENDS = ("onnxruntime", "eager")
 
 
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
-
-
 def through(target, **options):
     return compiled(target, *BACKENDS, on_failure="raise", **options)
 

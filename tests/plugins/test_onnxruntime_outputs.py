@@ -8,7 +8,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fuseboard
-from fuseboard.report.data import ledger
 from tests.support.backends import compiled, last_graph
 from tests.support.values import rnd, strides
 
@@ -18,11 +17,6 @@ import fuseboard_onnxruntime as plugin
 from fuseboard_onnxruntime import _decompositions, _forms
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _clear_ledger():
-    ledger.clear()
 
 
 def check(function, *inputs):

@@ -43,9 +43,9 @@ def choose_eager(report: GraphReport, instead: str, problem: str) -> None:
     :param problem: of the chosen one.
     """
     report.instead = instead
-    for told in report.candidates:
-        if told.state == "chosen" and told.name != "eager":
-            told.state, told.problem = "failed", problem or told.problem
-    for told in report.candidates:
-        if told.name == "eager" and told.state == "slower":
-            told.state = "chosen"
+    for row in report.candidates:
+        if row.state == "chosen" and row.name != "eager":
+            row.state, row.problem = "failed", problem or row.problem
+    for row in report.candidates:
+        if row.name == "eager" and row.state == "slower":
+            row.state = "chosen"

@@ -143,7 +143,7 @@ class Life:
     def _look_how_often(self) -> None:
         self._is_twice |= torch.is_grad_enabled()
 
-    # --- for callers that wait ----------------------------------------------------------------------
+    # --- for callers that wait -------------------------------------------------------------------
 
     @property
     def name(self) -> str:

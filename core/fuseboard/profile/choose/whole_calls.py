@@ -37,7 +37,7 @@ from fuseboard.profile.judge.copies import KeptCopies
 from fuseboard.profile.judge.replays import generators_put_back, without_anomaly_mode
 from fuseboard.report.choices import duration, size
 from fuseboard.report.data import CandidateReport, GraphReport
-from fuseboard.report.nodes import describe_node
+from fuseboard.report.instead import graph_runs_in_eager
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.failure import contain, describe, trip
 from fuseboard.run.kept_inputs import strided_copy
@@ -328,12 +328,7 @@ def give_up(runner: Runner, instead: str, problem: str = "") -> None:
     if runner.chooser is not None:
         background.leave(runner.chooser)
     runner.chooser, report.settled, report.instead = None, True, instead
-    report.regions.clear()
-    report.nodes[:] = [
-        describe_node(node, "eager", "", "Dynamo's own graph runs")
-        for node in runner.context.graph.graph.nodes
-        if node.op == "call_function"
-    ]
+    graph_runs_in_eager(report, "Dynamo's own graph runs")
     for candidate in report.candidates:
         if problem:
             right = candidate.name == "eager"
