@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from fuseboard.capture.original import mend_powers
+from fuseboard.capture.original import fix_negative_bases
 from fuseboard.run.codegen import _INFIX, Source
 from fuseboard.run.eager import boxed_function
 from tests.support.backends import compiled
@@ -82,7 +82,7 @@ def test_torchs_own_code_means_what_the_graph_says(number):
     """torch writes ``-2 ** x``."""
     for x in (torch.tensor([2.0, 3.0]), 2):
         graph = graph_of(operator.pow, number, None)
-        mend_powers(graph)
+        fix_negative_bases(graph)
         assert repr(graph(x)[0]) == repr(number**x)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fuseboard.profile.choose.ranks import check_same, from_first
+from fuseboard.profile.choose.ranks import check_ranks_agree, decide_on_first_rank
 
 ROOT = Path(__file__).parents[1]
 
@@ -131,7 +131,7 @@ def test_a_group_agrees_by_itself(job):
 def test_without_a_job_nothing_happens():
     """A value is its own answer; what raises goes through."""
     assert not dist.is_initialized()
-    assert from_first(lambda: "own", "a winner") == "own"
-    check_same({"graph": "abc"}, "the graph")
+    assert decide_on_first_rank(lambda: "own", "a winner") == "own"
+    check_ranks_agree({"graph": "abc"}, "the graph")
     with pytest.raises(ZeroDivisionError):
-        from_first(lambda: 1 // 0, "a winner")
+        decide_on_first_rank(lambda: 1 // 0, "a winner")

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
-from fuseboard.capture.original import mend_powers
+from fuseboard.capture.original import fix_negative_bases
 from fuseboard.capture.unfit_graphs import take_out_inference_mode
 from fuseboard.config import resolve
 from fuseboard.pipeline.call import compile_graph
@@ -47,7 +47,7 @@ def fuseboard(
     """
     with StateGuard(), eager_view_strides():
         session = _session(mode, options)
-        mend_powers(graph)
+        fix_negative_bases(graph)
         run = _in_its_inference_mode(_begin, session, graph, example_inputs)
     return _under_its_modes(run)
 
@@ -62,7 +62,7 @@ def compile_now(
     """Like :func:`fuseboard`, for callers that wait: candidates are compared within calls."""
     with StateGuard(), eager_view_strides():
         session = _session(mode, options)
-        mend_powers(graph)
+        fix_negative_bases(graph)
         run = _in_its_inference_mode(_compile, session, graph, example_inputs)
     return _under_its_modes(run)
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 from fuseboard.errors import RankError
-from fuseboard.profile.choose.ranks import check_same, from_first
+from fuseboard.profile.choose.ranks import check_ranks_agree, decide_on_first_rank
 
 
 def agree(value: Any, what: str, **how: Any) -> Any:
     """Rank 0's value, on every rank."""
-    return from_first(lambda: value, what, **how)
+    return decide_on_first_rank(lambda: value, what, **how)
 
 
 def agreeing(rank: int) -> Any:
@@ -42,7 +42,7 @@ def deciding(rank: int) -> Any:
         time.sleep(0.3)
         return {"winner": rank}
 
-    return {"decided": from_first(decide, "a winner of deciding"), "calls": calls}
+    return {"decided": decide_on_first_rank(decide, "a winner of deciding"), "calls": calls}
 
 
 def failing(rank: int) -> Any:
@@ -50,25 +50,25 @@ def failing(rank: int) -> Any:
         raise ValueError("no candidate is left")
 
     try:
-        from_first(decide, "a winner of failing", wait_s=60.0)
+        decide_on_first_rank(decide, "a winner of failing", wait_s=60.0)
     except ValueError as error:
         return f"itself: {error}"
 
 
 def same(rank: int) -> Any:
-    check_same({"graph": "abc", "threads": "2"}, "the graph of same")
+    check_ranks_agree({"graph": "abc", "threads": "2"}, "the graph of same")
     return "same"
 
 
 def different(rank: int) -> Any:
-    check_same({"graph": f"of {rank % 2}", "threads": "2"}, "the graph of different")
+    check_ranks_agree({"graph": f"of {rank % 2}", "threads": "2"}, "the graph of different")
 
 
 def absent(rank: int) -> Any:
     """Rank 1 never asks."""
     if rank == 1:
         return "elsewhere"
-    check_same({"graph": "abc"}, "the graph of absent", wait_s=0.5)
+    check_ranks_agree({"graph": "abc"}, "the graph of absent", wait_s=0.5)
 
 
 def late(rank: int) -> Any:

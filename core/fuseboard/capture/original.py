@@ -35,7 +35,7 @@ _TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "torchv
 _ABOUT_AUTOGRAD = frozenset({"backward", "register_hook", "requires_grad_", "retain_grad"})
 
 
-def mend_powers(graph: torch.nn.Module) -> None:
+def fix_negative_bases(graph: torch.nn.Module) -> None:
     """Let what torch writes for ``(-2) ** x`` mean that, in a graph and in those inside of it.
 
     ``torch/fx/graph.py`` of 2.13 writes the operator between its operands as they are: ``-2 ** x``,

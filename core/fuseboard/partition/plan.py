@@ -60,7 +60,7 @@ def make_plan(
     regions = len(set(stage_nodes(nodes, placements).values())) if whole != order[-1] else 0
     if regions > MAX_REGIONS:
         all_there = {name: pins.get(name, whole) for name in names}
-        joined = apart(nodes, all_there, claims)
+        joined = split_claims(nodes, all_there, claims)
         if not (joined and contraction_cycle(nodes, joined)):
             reason = f"{whole} can run all of it; the plan by priority had {regions} regions"
             placements = all_there
@@ -79,12 +79,12 @@ def _with_regions(
     repeats: Repeats,
 ) -> Plan:
     """The plan with the regions that were claimed as such, and those of repeated blocks."""
-    joined = apart(nodes, placements, claims)
+    joined = split_claims(nodes, placements, claims)
     inside = {name for names in joined for name in names}
     free = [node for node in nodes if node.name not in inside]
     blocks, notes = repeated_regions(free, placements, backends, repeats)
     regions = (*joined, *(tuple(node.name for node in block) for block in blocks))
-    torn = blocks and apart(nodes, placements, claims, regions)
+    torn = blocks and split_claims(nodes, placements, claims, regions)
     if torn or (joined and blocks and contraction_cycle(nodes, regions)):
         notes = ["repeated blocks aren't cut out: claims that must be taken whole lie across them"]
         return Plan(placements, reasons, joined, tuple(notes))
@@ -156,7 +156,7 @@ def _first_in_the_way(nodes: Sequence[Node], taken: Sequence[Claim]) -> Claim:
     raise AssertionError("together they make a cycle")
 
 
-def apart(
+def split_claims(
     nodes: Sequence[Node],
     placements: Mapping[str, str],
     claims: Mapping[str, Sequence[Claim | Decline]],

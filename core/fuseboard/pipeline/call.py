@@ -16,7 +16,7 @@ from fuseboard.board import Session
 from fuseboard.capture import mixed_norms, unfit_calls, unfit_graphs
 from fuseboard.capture.comparison import CannotCompare, CaptureCheck
 from fuseboard.capture.gradients import Gradients
-from fuseboard.capture.original import forward_of, mend_powers
+from fuseboard.capture.original import fix_negative_bases, forward_of
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import CONTAINED, LoweringError, PluginError
 from fuseboard.lower.specialise import compile_lock
@@ -203,7 +203,7 @@ class GraphCall:
 
     def _captured_graph(self, graph: GraphModule, kind: GraphKind) -> CapturedGraph:
         for inner in graph.children():  # of control flow, which calls them as torch writes them
-            mend_powers(inner)
+            fix_negative_bases(inner)
         self.captured_graphs.append(CapturedGraph(copy_graph(graph), f"captured_{kind}"))
         return self.captured_graphs[-1]
 

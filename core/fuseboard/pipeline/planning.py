@@ -18,7 +18,7 @@ from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.support import Support
-from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placed
+from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placeable_nodes
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.report.data import GraphReport
@@ -47,7 +47,7 @@ class Planner:
         report: GraphReport,
     ) -> Claims:
         """Each backend's answers, less what the board or the user declines on its behalf."""
-        nodes = {node.name: node for node in placed(graph, kept)}
+        nodes = {node.name: node for node in placeable_nodes(graph, kept)}
         own = {node.name: reason for node, reason in kept.items()}
         support = Support(nodes.values())
         claims: Claims = {}
@@ -140,7 +140,7 @@ class Planner:
                 **{**arguments, "graph": copy_graph(graph), "policy": settings.policy},
             )
             pins = staged.wishes.pins
-            PlanCheck(placed(graph, kept), claims, pins, self.pins.paths, who)(plan)
+            PlanCheck(placeable_nodes(graph, kept), claims, pins, self.pins.paths, who)(plan)
             return who, plan
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "") or who

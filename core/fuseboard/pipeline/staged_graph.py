@@ -72,12 +72,12 @@ class CutPlan:
         return f"{names} by blocks" if self.plan.regions else names
 
 
-def placed(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:
+def placeable_nodes(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:
     """The nodes that backends may run."""
     return [n for n in graph.graph.nodes if n.op == "call_function" and n not in kept]
 
 
-def claimed(answers: Sequence[Claim | Decline]) -> frozenset[str]:
+def claimed_names(answers: Sequence[Claim | Decline]) -> frozenset[str]:
     return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
 
 
@@ -130,7 +130,7 @@ def dynamo_site(
         or any(map(_is_special, graph.graph.nodes))
     ):
         return None
-    nodes = placed(staged.graph, staged.board_nodes)
+    nodes = placeable_nodes(staged.graph, staged.board_nodes)
     cut = Cut(Place(0, "eager"), staged.graph, nodes, placeholders, list(results))  # type: ignore[arg-type]
     region = Region(
         name=f"{staged.report.name}.region0",

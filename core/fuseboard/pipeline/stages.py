@@ -36,13 +36,18 @@ from fuseboard.pipeline.rewriting import Rewriter
 from fuseboard.pipeline.staged_graph import (
     CutPlan,
     StagedGraph,
-    claimed,
+    claimed_names,
     describe_nodes,
     dynamo_site,
-    placed,
+    placeable_nodes,
 )
 from fuseboard.profile.choose.candidates import Candidate
-from fuseboard.profile.choose.ranks import Decide, check_same, from_first, several_ranks
+from fuseboard.profile.choose.ranks import (
+    Decide,
+    check_ranks_agree,
+    decide_on_first_rank,
+    several_ranks,
+)
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.tuner import Tuner
 from fuseboard.profile.choose.whole_calls import give_up
@@ -239,7 +244,7 @@ class Pipeline:
                 graph = self._rewrite(graph, kind, report, counter)
         with report.timed("partition"), collection_paused():
             kept = board_nodes(graph)
-            wanted = self.pins.of(placed(graph, kept))
+            wanted = self.pins.of(placeable_nodes(graph, kept))
             claims = self.planner.claims(graph, kind, kept, wanted.excluded, report)
             wishes = wanted.resolve(claims)
             report.notes.extend(wishes.notes)
@@ -277,7 +282,7 @@ class Pipeline:
             report=report,
             kind=staged.kind,
             static=frozenset(n for i, n in enumerate(placeholders) if i in weight_positions),
-            claimed={name: claimed(answers) for name, answers in staged.claims.items()},
+            claimed={name: claimed_names(answers) for name, answers in staged.claims.items()},
             counter=counter,
             hoisting=self.session.settings.hoist and staged.kind == "inference",
             real=self._real_inputs(placeholders, weight_positions),
@@ -357,8 +362,8 @@ class Pipeline:
         :raises RankError: another rank compiles another graph.
         """
         what = f"{staged.kind} graph of {self.frame}"
-        check_same(stored.parts or {}, what)
-        return partial(from_first, what=what)
+        check_ranks_agree(stored.parts or {}, what)
+        return partial(decide_on_first_rank, what=what)
 
     def _real_inputs(
         self, placeholders: Sequence[Node], weight_positions: Collection[int]

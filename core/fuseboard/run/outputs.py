@@ -44,7 +44,7 @@ class Output:
     is_none: bool = False
 
 
-def seen(expected: Sequence[Any], results: Sequence[Any]) -> tuple[Output, ...]:
+def common_form(expected: Sequence[Any], results: Sequence[Any]) -> tuple[Output, ...]:
     """What the outputs of a call were like, as far as those of other calls are so, too.
 
     :param expected: their fake values.
@@ -127,7 +127,7 @@ def write_check(
     """
     for number, (output, name) in enumerate(zip(outputs, names, strict=True)):
         if condition := _condition(source, output, name):
-            look = source.bind_apart(partial(look_closer, backend, number, output), "look_closer")
+            look = source.bind_apart(partial(check_output, backend, number, output), "check_output")
             source.line(f"if not ({condition}): {look}({name})", indent)
 
 
@@ -149,7 +149,7 @@ def _condition(source: Source, output: Output, name: str) -> str:
     return " and ".join(parts)
 
 
-def look_closer(backend: str, number: int, output: Output, got: Any) -> None:
+def check_output(backend: str, number: int, output: Output, got: Any) -> None:
     """
     :raises ContractError: an output isn't what it was in an earlier call.
     """

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from fuseboard.contracts import Boxed, Region
 from fuseboard.partition.regions import Cut
 from fuseboard.report.nodes import modules_text
-from fuseboard.run.outputs import Output, seen
+from fuseboard.run.outputs import Output, common_form
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ class Site:
 
     def see(self, results: Sequence[Any]) -> None:
         """Note what the outputs of a checked call are like."""
-        self.outputs = seen([node.meta["val"] for node in self.cut.outputs], results)
+        self.outputs = common_form([node.meta["val"] for node in self.cut.outputs], results)

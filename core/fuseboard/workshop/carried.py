@@ -29,7 +29,7 @@ from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
 from fuseboard.pipeline.call import Compiled, GraphCall
 from fuseboard.pipeline.stages import Record, next_name
-from fuseboard.profile.choose.candidates import tell_what_preparing_gains
+from fuseboard.profile.choose.candidates import note_gain_of_preparing
 from fuseboard.report.data import GraphReport
 from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.checked import RegionChecks
@@ -252,7 +252,7 @@ def _run(
             for i, cut in enumerate(cuts)
         ]
     program = Program(runner.context, sites)
-    tell_what_preparing_gains(program.sets, report.candidates, settings.margin)
+    note_gain_of_preparing(program.sets, report.candidates, settings.margin)
     again = settings.verify_every is not None
     inputs_are: Any = "watched" if again else "unseen"
     runner.install(program, RegionChecks(False, strides=False, inputs=inputs_are, again=again))

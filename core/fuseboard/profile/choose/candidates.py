@@ -78,7 +78,7 @@ class Candidate:
         Raises what the backends raise, or :class:`RegionError` of a wrapper.
         """
         if self.dynamo_site is not None:
-            self.regions[:] = [described(self.dynamo_site)]
+            self.regions[:] = [report_of_site(self.dynamo_site)]
             self.program = Program(context, [self.dynamo_site])
             return []
         start = time.perf_counter()
@@ -129,7 +129,7 @@ class Candidate:
         self.waiting.clear()
 
 
-def tell_what_preparing_gains(
+def note_gain_of_preparing(
     sets: WeightSets | None, rows: Sequence[CandidateReport], margin: float
 ) -> None:
     """Tell a winner's sets of weights what a call takes without them, and what it saves with them.
@@ -146,7 +146,7 @@ def tell_what_preparing_gains(
         sets.unprepared_s = 1e-6 * eagers_us
 
 
-def described(site: Site) -> RegionReport:
+def report_of_site(site: Site) -> RegionReport:
     """The report of a region that wasn't lowered by a backend."""
     region, nodes = site.lowered.region, site.cut.nodes
     return RegionReport(

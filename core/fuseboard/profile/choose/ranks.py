@@ -39,12 +39,12 @@ _GRACE_S = 10.0
 _SHOWN_RANKS, _SHOWN_TEXT = 8, 80
 
 
-def here(decide: Callable[[], T]) -> T:
+def decide_alone(decide: Callable[[], T]) -> T:
     """What ``decide`` answers: the job has one rank."""
     return decide()
 
 
-def from_first(
+def decide_on_first_rank(
     decide: Callable[[], T], what: str, *, wait_s: float = WAIT_S, group: Any = None
 ) -> T:
     """What ``decide`` answers on rank 0, on every rank; it isn't called on the others.
@@ -78,7 +78,7 @@ def several_ranks() -> bool:
     return _job(None) is not None
 
 
-def check_same(
+def check_ranks_agree(
     parts: Mapping[str, str], what: str, *, wait_s: float = WAIT_S, group: Any = None
 ) -> None:
     """See that all ranks have come to the same thing, such as a graph; waits for all of them.

@@ -22,9 +22,9 @@ from fuseboard.lower import background
 from fuseboard.lower.caching import Token
 from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.specialise import compile_lock
-from fuseboard.profile.choose.candidates import Candidate, tell_what_preparing_gains
+from fuseboard.profile.choose.candidates import Candidate, note_gain_of_preparing
 from fuseboard.profile.choose.layouts import Layouts
-from fuseboard.profile.choose.ranks import Decide, here
+from fuseboard.profile.choose.ranks import Decide, decide_alone
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.timing import Timing
 from fuseboard.profile.choose.winner import choose
@@ -71,7 +71,7 @@ class Tuner:
         self._mode = mode
         self._stored = stored
         self._installed = installed
-        self._decide = decide or here
+        self._decide = decide or decide_alone
         self._session: Session = runner.session
         self._report = runner.report
         self._chosen: Candidate | None = None
@@ -378,7 +378,7 @@ class Tuner:
                 other.row.state = "slower"
         candidate.row.state = "chosen"
         rows = [each.row for each in self._candidates]
-        tell_what_preparing_gains(candidate.program.sets, rows, self._session.settings.margin)
+        note_gain_of_preparing(candidate.program.sets, rows, self._session.settings.margin)
         every = self._session.settings.verify_every
         again = every is not None
         inputs: Any = "watched" if again else "unseen"

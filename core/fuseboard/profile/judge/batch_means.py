@@ -23,12 +23,14 @@ _PLACES: dict[Any, tuple[int, int, int | None]] = {
 }
 
 
-def concerns(target: Any) -> bool:
-    """Whether an op is such a batch norm."""
+def is_batch_norm(target: Any) -> bool:
+    """Whether an op is a batch norm whose mean engines round in another way."""
     return target in _PLACES
 
 
-def moved(target: Any, args: Sequence[Any], result: Any, generator: torch.Generator) -> Any:
+def with_other_mean(
+    target: Any, args: Sequence[Any], result: Any, generator: torch.Generator
+) -> Any:
     """A batch norm's result with the mean that another engine might have; as it is in evaluation.
 
     :param generator: of the roundings.

@@ -60,7 +60,7 @@ class Missing:
         self.reason = reason
 
 
-class Way(Protocol):
+class Evaluation(Protocol):
     """A way to run a graph: what becomes of inputs and constants, of ops, of outputs."""
 
     def input(self, node: Node, value: Any) -> Any:
@@ -73,7 +73,7 @@ class Way(Protocol):
         """An output of the graph."""
 
 
-def run(graph: GraphModule, inputs: Sequence[Any], way: Way) -> list[Any]:
+def run(graph: GraphModule, inputs: Sequence[Any], evaluation: Evaluation) -> list[Any]:
     """Run a graph's nodes in order; values are let go after their last use.
 
     :returns: the flat outputs.
@@ -83,15 +83,16 @@ def run(graph: GraphModule, inputs: Sequence[Any], way: Way) -> list[Any]:
     unused = unused_after(graph.graph)
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            values[node] = way.input(node, next(inputs_left))
+            values[node] = evaluation.input(node, next(inputs_left))
         elif node.op == "get_attr":
-            values[node] = way.input(node, operator.attrgetter(str(node.target))(graph))
+            values[node] = evaluation.input(node, operator.attrgetter(str(node.target))(graph))
         elif node.op == "call_function":
-            values[node] = way.call(node, values, graph)
+            values[node] = evaluation.call(node, values, graph)
         for used in unused.get(node, ()):
             del values[used]
     return [
-        way.result(item, values) if isinstance(item, Node) else item for item in flat_outputs(graph)
+        evaluation.result(item, values) if isinstance(item, Node) else item
+        for item in flat_outputs(graph)
     ]
 
 
@@ -364,8 +365,10 @@ class Disturbed(Eager):
         if node in self.rounded or not lifting.pointwise(target):
             args = tuple(self.disturbed(value) for value in args)
         result = super().computed(node, target, args, kwargs)
-        if batch_means.concerns(target):
-            result = batch_means.moved(target, args, result, self._generator(args[0].device))
+        if batch_means.is_batch_norm(target):
+            result = batch_means.with_other_mean(
+                target, args, result, self._generator(args[0].device)
+            )
         return self.disturbed(result)
 
     def disturbed(self, value: Any) -> Any:
