@@ -144,7 +144,7 @@ class Gradients:
         assert inputs is not None
         self._note("create_graph=True: gradients are computed by Dynamo's own graph then")
         with ExitStack() as stack:
-            if torch._C._len_torch_function_stack():
+            if torch_internals.function_mode_count():
                 stack.enter_context(torch_internals.without_function_modes())
             # As aliases: one input may be computed from another one, which isn't this graph's.
             leaves = [a.view_as(a) if _has_gradient(a) else a for a in inputs]

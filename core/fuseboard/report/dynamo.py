@@ -1,8 +1,4 @@
-"""What Dynamo did: the one module of the report that reaches Dynamo's private APIs.
-
-Read against torch 2.13 (``torch/_dynamo/utils.py``, ``convert_frame.py``, ``eval_frame.py``,
-``guards.py``, ``pgo.py``); what moved between 2.11 and 2.14 is probed by signature or attribute.
-"""
+"""Graph breaks: where and why Dynamo ends graphs, or leaves functions to Python."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ import torch
 
 from fuseboard.module_names import readable
 from fuseboard.report.data import Break
+from fuseboard.torch_api.compiles import CompileRecords, compile_records
 
 # --- what happened ------------------------------------------------------------------------------
 
@@ -31,27 +28,14 @@ class BreakWatch:
 @contextmanager
 def watch() -> Iterator[BreakWatch]:
     """Note where and why Dynamo ends graphs, or leaves functions to Python."""
-    from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
-
     seen = BreakWatch()
-    reasons_before = len(graph_break_reasons)
-    newest = get_compilation_metrics()[-1:]
+    records = CompileRecords()
     try:
-        yield seen
+        with compile_records(records):
+            yield seen
     finally:
-        found = [_ended_graph(reason) for reason in graph_break_reasons[reasons_before:]]
-        for metrics in _after(get_compilation_metrics(), newest):
-            if getattr(metrics, "fail_reason", None):
-                found.append(_left_to_python(metrics))
-        seen.breaks = _counted(found)
-
-
-def _after(metrics: Sequence[Any], newest: Sequence[Any]) -> list[Any]:
-    """The compilations since ``newest``. Dynamo remembers a bounded number of them."""
-    for position, item in enumerate(metrics):
-        if newest and item is newest[0]:
-            return list(metrics[position + 1 :])
-    return list(metrics)
+        ended, failed = map(_ended_graph, records.ended), map(_left_to_python, records.failed)
+        seen.breaks = _counted([*ended, *failed])
 
 
 def _ended_graph(reason: Any) -> Break:

@@ -97,10 +97,9 @@ class CapturedBackward(CapturedGraph):
     def boxed(self) -> Boxed:
         """What AOTAutograd gets."""
         batched, autocast = torch_internals.gradients_are_batched, self._autocast_is_on
-        modes: Callable[[], int] = torch._C._len_torch_function_stack
 
         def call(args: list[Any]) -> Sequence[Any]:
-            if modes():  # eager's backward is C++, which asks none
+            if torch_internals.function_mode_count():  # eager's backward is C++, which asks none
                 with torch_internals.without_function_modes():
                     return call(args)
             if batched():

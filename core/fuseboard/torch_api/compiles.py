@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -112,3 +112,31 @@ def untraced(function: F) -> F:
     if action is not None and strategy is not None and mark is not None:
         mark(function.__code__, strategy(action.SKIP, action.SKIP))
     return function
+
+
+@dataclass
+class CompileRecords:
+    """What Dynamo noted of compilations.
+
+    :ivar ended: a ``GraphCompileReason`` for each graph that it ended.
+    :ivar failed: the ``CompilationMetrics`` of each compilation that failed.
+    """
+
+    ended: list[Any] = field(default_factory=list)
+    failed: list[Any] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def compile_records(records: CompileRecords) -> Iterator[None]:
+    """Fill in, at the end of the block, what Dynamo noted in it (``torch/_dynamo/utils.py``)."""
+    from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+    reasons = len(graph_break_reasons)
+    before = list(get_compilation_metrics())  # a bounded number, held here so that ids stay theirs
+    try:
+        yield
+    finally:
+        records.ended += graph_break_reasons[reasons:]
+        known = set(map(id, before))
+        new = [one for one in get_compilation_metrics() if id(one) not in known]
+        records.failed += [one for one in new if getattr(one, "fail_reason", None)]

@@ -105,6 +105,10 @@ def autocast_is_on() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+#: How many modes of ``__torch_function__`` are on.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+
+
 def function_modes_are_on() -> bool:
     """Whether the call that Dynamo compiles is made under modes of ``__torch_function__``.
 
@@ -113,7 +117,7 @@ def function_modes_are_on() -> bool:
     from torch._dynamo.variables import torch_function
 
     manager = getattr(torch_function, "torch_function_mode_stack_state_mgr", None)
-    return torch._C._len_torch_function_stack() > 0 or bool(getattr(manager, "stack", ()))
+    return function_mode_count() > 0 or bool(getattr(manager, "stack", ()))
 
 
 @contextlib.contextmanager
@@ -121,7 +125,7 @@ def without_function_modes() -> Iterator[None]:
     """The modes of ``__torch_function__`` off, for the block. Those of subclasses stay."""
     from torch.overrides import _pop_mode, _push_mode
 
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    modes = [_pop_mode() for _ in range(function_mode_count())]
     try:
         yield
     finally:
