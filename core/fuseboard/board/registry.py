@@ -175,8 +175,8 @@ class Board:
         if info is not None and info.by_request:
             state = replace(state, takes_part="where the setting backends names it")
         elif info is not None and info.by_measurement:
-            told = "where the setting backends names it, or under the policy 'measured'"
-            state = replace(state, takes_part=told)
+            when = "where the setting backends names it, or under the policy 'measured'"
+            state = replace(state, takes_part=when)
         if info is not None and not info.available:
             reason = info.reason or "it gave no reason"
             state = replace(state, state="unavailable", reason=reason)

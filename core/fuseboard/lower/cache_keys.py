@@ -251,8 +251,8 @@ def processor() -> str:
         return f"{name} {capability} {' '.join(able)}"
     flags = Path("/proc/cpuinfo")
     lines = flags.read_text().splitlines() if flags.exists() else []
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return f"{platform.processor()} {capability} {' '.join(sorted(told))}"
+    described = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return f"{platform.processor()} {capability} {' '.join(sorted(described))}"
 
 
 def gpu() -> str:

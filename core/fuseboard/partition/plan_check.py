@@ -58,13 +58,13 @@ class PlanCheck:
 
     def _named(self, names: Sequence[str]) -> str:
         """Nodes with the modules that they come from."""
-        told = []
+        names_shown = []
         found = self._paths.of_nodes(list(self.nodes.values()))
         for name in names[:_SHOWN]:
             modules = found[self.nodes[name]]
-            told.append(f"{name!r}" + (f" of {modules[-1]}" if modules else ""))
+            names_shown.append(f"{name!r}" + (f" of {modules[-1]}" if modules else ""))
         rest = len(names) - _SHOWN
-        return ", ".join(told) + (f" and {rest} more" if rest > 0 else "")
+        return ", ".join(names_shown) + (f" and {rest} more" if rest > 0 else "")
 
     def _placements(self, plan: Plan) -> None:
         claimed = {
@@ -77,8 +77,8 @@ class PlanCheck:
         for name in self.nodes:
             backend = plan.placements[name]
             if backend not in claimed:
-                known, told = ", ".join(claimed), self._named([name])
-                raise self._broken(f"node {told} is placed on {backend!r}, not on one of {known}.")
+                known, node = ", ".join(claimed), self._named([name])
+                raise self._broken(f"node {node} is placed on {backend!r}, not on one of {known}.")
             if name not in claimed[backend]:
                 able = ", ".join(b for b, names in claimed.items() if name in names)
                 raise self._broken(

@@ -39,29 +39,29 @@ def rows(graph: GraphReport) -> list[ChoiceRow]:
     """One for each candidate, in order of preference."""
     return [
         ChoiceRow(
-            name=told.name,
-            state=told.state,
-            latency=NONE if told.latency_us is None else duration(told.latency_us),
-            quartiles=_quartiles(told),
-            factor=_factor(graph, told) or NONE,
-            compile=NONE if told.compile_s is None else duration(told.compile_s * 1e6),
-            peak=NONE if told.peak_bytes is None else size(told.peak_bytes),
-            problem=problem(graph, told),
-            notes=tuple(told.notes),
+            name=candidate.name,
+            state=candidate.state,
+            latency=NONE if candidate.latency_us is None else duration(candidate.latency_us),
+            quartiles=_quartiles(candidate),
+            factor=_factor(graph, candidate) or NONE,
+            compile=NONE if candidate.compile_s is None else duration(candidate.compile_s * 1e6),
+            peak=NONE if candidate.peak_bytes is None else size(candidate.peak_bytes),
+            problem=problem(graph, candidate),
+            notes=tuple(candidate.notes),
         )
-        for told in graph.candidates
+        for candidate in graph.candidates
     ]
 
 
 def chosen(graph: GraphReport) -> CandidateReport | None:
-    return next((told for told in graph.candidates if told.state == "chosen"), None)
+    return next((candidate for candidate in graph.candidates if candidate.state == "chosen"), None)
 
 
 def scaled(graph: GraphReport) -> str:
     """Which times were taken in an earlier comparison than the last one; "" if none were."""
-    timed = [told for told in graph.candidates if told.latency_us]
-    last = max((told.comparison for told in timed if told.comparison is not None), default=None)
-    names = [told.name for told in timed if told.comparison != last]
+    timed = [candidate for candidate in graph.candidates if candidate.latency_us]
+    last = max((one.comparison for one in timed if one.comparison is not None), default=None)
+    names = [candidate.name for candidate in timed if candidate.comparison != last]
     if not names:
         return ""
     return (
@@ -70,9 +70,9 @@ def scaled(graph: GraphReport) -> str:
     )
 
 
-def problem(graph: GraphReport, told: CandidateReport) -> str:
+def problem(graph: GraphReport, candidate: CandidateReport) -> str:
     """Why a candidate is out, unless a trip says it in full."""
-    return "" if any(told.problem == trip.error for trip in graph.trips) else told.problem
+    return "" if any(candidate.problem == trip.error for trip in graph.trips) else candidate.problem
 
 
 # --- sentences ------------------------------------------------------------------------------------
@@ -85,10 +85,10 @@ def why(graph: GraphReport) -> str:
     winner = chosen(graph)
     if winner is None:
         return "no candidate was right: eager runs" if _all_failed(graph) else ""
-    rivals = [told for told in graph.candidates if told.latency_us and told.state == "slower"]
+    rivals = [one for one in graph.candidates if one.latency_us and one.state == "slower"]
     if not winner.latency_us or not rivals:
         return _alone(graph, winner)
-    best = min(rivals, key=lambda told: told.latency_us or 0.0)
+    best = min(rivals, key=lambda candidate: candidate.latency_us or 0.0)
     assert best.latency_us is not None
     gain = 1 - winner.latency_us / best.latency_us
     if gain < 0:
@@ -103,16 +103,16 @@ def why(graph: GraphReport) -> str:
             f"{winner.name} is preferred: {best.name} takes {_percent(lag)} less, which is "
             "not enough to leave what is simpler or comes first (the setting margin)"
         )
-    told = f"{winner.name} is the fastest: {duration(winner.latency_us)} a call, "
-    told += f"{_percent(gain)} less than {best.name}"
+    text = f"{winner.name} is the fastest: {duration(winner.latency_us)} a call, "
+    text += f"{_percent(gain)} less than {best.name}"
     if graph.eager not in (winner, best) and (factor := _factor(graph, winner)):
-        told += f" and {factor} times as fast as eager"
-    return told + ("; their quartiles overlap" if _overlap(winner, best) else "")
+        text += f" and {factor} times as fast as eager"
+    return text + ("; their quartiles overlap" if _overlap(winner, best) else "")
 
 
 def _alone(graph: GraphReport, winner: CandidateReport) -> str:
     """Why a candidate runs that was timed beside no other one."""
-    others = Counter(told.state for told in graph.candidates if told is not winner)
+    others = Counter(candidate.state for candidate in graph.candidates if candidate is not winner)
     if not others:
         return f"{winner.name} is the only candidate"
     if others["slower"]:
@@ -123,14 +123,14 @@ def _alone(graph: GraphReport, winner: CandidateReport) -> str:
 
 
 def _all_failed(graph: GraphReport) -> bool:
-    return bool(graph.candidates) and all(told.state == "failed" for told in graph.candidates)
+    return bool(graph.candidates) and all(one.state == "failed" for one in graph.candidates)
 
 
 def pending(graph: GraphReport) -> str:
     """What is still to be tried; "" once the graph has settled."""
     if graph.settled:
         return ""
-    names = [told.name for told in graph.candidates if told.state in ("waiting", "untried")]
+    names = [one.name for one in graph.candidates if one.state in ("waiting", "untried")]
     waiting = f"{words.first(names)} {'waits' if len(names) == 1 else 'wait'} to be tried; "
     how = "fuseboard.wait() waits for it, as `fuseboard explain --wait` does"
     return f"not settled yet: {waiting if names else ''}{how}"
@@ -143,7 +143,7 @@ def untried(graph: GraphReport) -> dict[str, str]:
     """
     if not graph.candidates:
         return {}
-    inside = {name for told in graph.candidates for name in told.name.split(" ")[0].split("+")}
+    inside = {name for one in graph.candidates for name in one.name.split(" ")[0].split("+")}
     idle = [name for name in graph.backends if name not in inside and name != "eager"]
     return {**{name: _no_op(graph, name) for name in idle}, **graph.left_out}
 
@@ -178,15 +178,15 @@ def _digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def _quartiles(told: CandidateReport) -> str:
-    if told.low_us is None or told.high_us is None:
+def _quartiles(candidate: CandidateReport) -> str:
+    if candidate.low_us is None or candidate.high_us is None:
         return NONE
-    unit, size = _unit(told.high_us)
-    return f"{_digits(told.low_us / size)}-{_digits(told.high_us / size)} {unit}"
+    unit, size = _unit(candidate.high_us)
+    return f"{_digits(candidate.low_us / size)}-{_digits(candidate.high_us / size)} {unit}"
 
 
-def _factor(graph: GraphReport, told: CandidateReport) -> str:
-    speedup = graph.speedup(told)
+def _factor(graph: GraphReport, candidate: CandidateReport) -> str:
+    speedup = graph.speedup(candidate)
     return "" if speedup is None else f"{speedup:.2f}"
 
 

@@ -178,23 +178,23 @@ class GraphReport:
     @property
     def eager(self) -> CandidateReport | None:
         """The candidate that is eager alone, if it was timed."""
-        found = (told for told in self.candidates if told.name == "eager")
-        return next((told for told in found if told.latency_us), None)
+        found = (candidate for candidate in self.candidates if candidate.name == "eager")
+        return next((candidate for candidate in found if candidate.latency_us), None)
 
-    def speedup(self, told: CandidateReport) -> float | None:
+    def speedup(self, candidate: CandidateReport) -> float | None:
         """How many times as fast as eager a candidate is: eager's time by its own, as they stand.
 
         None where one of the two wasn't timed.
         """
-        if self.eager is None or not self.eager.latency_us or not told.latency_us:
+        if self.eager is None or not self.eager.latency_us or not candidate.latency_us:
             return None
-        return self.eager.latency_us / told.latency_us
+        return self.eager.latency_us / candidate.latency_us
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for JSON; with each candidate's ``speedup``."""
         values = dataclasses.asdict(self)
-        for row, told in zip(values["candidates"], self.candidates, strict=True):
-            row["speedup"] = self.speedup(told)
+        for row, candidate in zip(values["candidates"], self.candidates, strict=True):
+            row["speedup"] = self.speedup(candidate)
         return values
 
 
@@ -241,12 +241,12 @@ class Ledger:
         """Let others take the place of a report, wherever it is still told."""
         if others:
             self._followers.append((graph, others))
-        for told in (self._graphs, *self._listeners.values()):
-            kept = [one for one in told if one is not graph and one not in others]
-            if len(kept) == len(told):
+        for graphs in (self._graphs, *self._listeners.values()):
+            kept = [one for one in graphs if one is not graph and one not in others]
+            if len(kept) == len(graphs):
                 continue
-            told.clear()
-            told.extend([*kept, *others])
+            graphs.clear()
+            graphs.extend([*kept, *others])
 
     def current(self, graphs: Sequence[GraphReport]) -> list[GraphReport]:
         """These reports, or those that have taken the place of one since."""

@@ -98,9 +98,9 @@ def _parts(text: str) -> tuple[str, str, tuple[str, ...]]:
         )
     explanation = re.search(r"^ *Explanation: (.*?)(?=^ *Hint:|^ *$)", text, re.M | re.S)
     hints = re.findall(r"^ *Hint: (.*?)(?=^ *Hint:|^ *$)", text, re.M | re.S)
-    told = [" ".join(hint.split()) for hint in hints]
+    shown = [" ".join(hint.split()) for hint in hints]
     return (
         title,
         " ".join(explanation[1].split()) if explanation else "",
-        tuple(hint for hint in told if "report an issue to PyTorch" not in hint),
+        tuple(hint for hint in shown if "report an issue to PyTorch" not in hint),
     )

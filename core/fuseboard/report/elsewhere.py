@@ -24,7 +24,7 @@ class Elsewhere:
 
 def foremost(graph: GraphReport) -> str:
     """The backend that comes first: in what was chosen, where several were compared; or ""."""
-    if not any(told.state == "chosen" for told in graph.candidates):
+    if not any(candidate.state == "chosen" for candidate in graph.candidates):
         return graph.backends[0] if graph.backends else ""
     running = {region.backend for region in graph.regions}
     return next((name for name in graph.backends if name in running), "")

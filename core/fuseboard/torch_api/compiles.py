@@ -76,9 +76,9 @@ def watched_compilations(
                 callbacks.remove(own)
 
 
-def _compilation(told: Any) -> Compilation:
-    trigger = getattr(getattr(told, "callback_trigger", None), "name", "dynamo")
-    compile_id = str(getattr(told, "compile_id", "")) or current_compile_id()
+def _compilation(arguments: Any) -> Compilation:
+    trigger = getattr(getattr(arguments, "callback_trigger", None), "name", "dynamo")
+    compile_id = str(getattr(arguments, "compile_id", "")) or current_compile_id()
     frame = frame_name() or _frame_of_dynamo()
     return Compilation(compile_id, frame, trigger.lower())
 

@@ -165,5 +165,7 @@ def keep_cupti() -> str:
     if cuda is None or TorchVersion(cuda) >= _SOUND_CUDA:
         return ""
     os.environ.update(_KEEP_CUPTI)
-    told = ", ".join(f"{name}={value}" for name, value in _KEEP_CUPTI.items())
-    return f"CUDA {cuda} can't load its profiling library twice beside CUDA graphs: {told} is set"
+    variables = ", ".join(f"{name}={value}" for name, value in _KEEP_CUPTI.items())
+    return (
+        f"CUDA {cuda} can't load its profiling library twice beside CUDA graphs: {variables} is set"
+    )

@@ -92,8 +92,8 @@ class Timing:
             return times, {**more, **errors}
         times = {candidate: one for candidate, one in times.items() if candidate not in errors}
         self._comparisons += 1
-        told = [(candidate.row, one) for candidate, one in times.items()]
-        note_times(told, self._comparisons, self._report.candidates)
+        timed = [(candidate.row, one) for candidate, one in times.items()]
+        note_times(timed, self._comparisons, self._report.candidates)
         return times, errors
 
     @property

@@ -62,21 +62,21 @@ class Content:
 
     def merge(self, connection: sqlite3.Connection) -> Imported:
         """Put it into a database, in its transaction: the newest of each entry wins."""
-        told = Imported(damaged=self.damaged)
+        counts = Imported(damaged=self.damaged)
         for decision in self.decisions:
             there = connection.execute(
                 "SELECT settled, created FROM decisions WHERE key = ?", (decision.key,)
             ).fetchone()
-            if _count(told, there, (decision.settled, decision.created)):
+            if _count(counts, there, (decision.settled, decision.created)):
                 connection.execute(PUT, row_of(decision))
         for record in self.records:
             there = connection.execute(
                 "SELECT created FROM records WHERE namespace = ? AND key = ?",
                 (record.namespace, record.key),
             ).fetchone()
-            if _count(told, there, (record.created,)):
+            if _count(counts, there, (record.created,)):
                 connection.execute(PUT_RECORD, record_row_of(record))
-        return told
+        return counts
 
     def add(self, kind: str, made: Callable[[], Any]) -> None:
         """An entry, or one damaged entry more."""
@@ -86,14 +86,14 @@ class Content:
             self.damaged += 1
 
 
-def _count(told: Imported, there: tuple[Any, ...] | None, given: tuple[Any, ...]) -> bool:
+def _count(counts: Imported, there: tuple[Any, ...] | None, given: tuple[Any, ...]) -> bool:
     """Whether an entry goes in; counted."""
     if there is None:
-        told.added += 1
+        counts.added += 1
     elif given > there:
-        told.replaced += 1
+        counts.replaced += 1
     else:
-        told.skipped += 1
+        counts.skipped += 1
         return False
     return True
 
