@@ -28,6 +28,16 @@ _ANSWERS = (
     "explained. Or it may do the work itself, with torch.compile(..., backend='fuseboard') inside."
 )
 
+#: The argument by which commands are told what to run, and an option of several.
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT_OR_MODULE:FUNCTION",
+        help="A script's path or a dotted module, and a function of it without parameters.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
 
 class TargetError(FuseboardError):
     """What a command is to run can't be found, or returns the wrong thing."""
@@ -38,14 +48,8 @@ class OutputError(FuseboardError):
 
 
 def explain(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT_OR_MODULE:FUNCTION",
-            help="A script's path or a dotted module, and a function of it without parameters.",
-        ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    target: Target,
+    as_json: AsJson = False,
     wait: Annotated[
         bool,
         typer.Option(help="Try every candidate before reporting, those that compile slowly too."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fuseboard.cli.explain import OutputError, call_at
+from fuseboard.cli.explain import OutputError, Target, call_at
 from fuseboard.errors import FuseboardError
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ class ExportError(FuseboardError):
 
 
 def export(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT_OR_MODULE:FUNCTION",
-            help="A script's path or a dotted module, and a function of it without parameters.",
-        ),
-    ],
+    target: Target,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="What to write: out.onnx.")],
     rtol: Annotated[float, typer.Option(min=0, help="Allowed relative error.")] = 1e-3,
     atol: Annotated[float, typer.Option(min=0, help="Allowed absolute error.")] = 1e-4,

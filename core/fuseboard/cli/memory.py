@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fuseboard.cli.explain import TargetError, call_at, check_writable
+from fuseboard.cli.explain import AsJson, Target, TargetError, call_at, check_writable
 from fuseboard.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -23,13 +23,7 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 def memory(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT_OR_MODULE:FUNCTION",
-            help="A script's path or a dotted module, and a function of it without parameters.",
-        ),
-    ],
+    target: Target,
     budgets: Annotated[
         str, typer.Option(help="Budgets to measure, from 0 to 1, with commas between.")
     ] = "1,0.75,0.5,0.25,0",
@@ -40,7 +34,7 @@ def memory(
         Path | None,
         typer.Option(metavar="PATH", help="Draw peak against step time into a picture."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a training step in eager and under each memory budget.
 
