@@ -95,15 +95,15 @@ def answer_in_child(
         if result.exists():
             return _read(result)
         began = (directory / "started").exists()
-        said = _last_line((directory / "output").read_text(errors="replace"))
+        said = last_line((directory / "output").read_text(errors="replace"))
     if late and began:
         raise Crash(f"it gave no answer within hook_limit_s = {limit_s:g} (set in {origin}){said}")
-    how = "it didn't start in time" if late else f"it ended with {_name(child.returncode)}"
+    how = "it didn't start in time" if late else f"it ended with {how_it_ended(child.returncode)}"
     if not began:
         problem = f"{backend} can't be tried in a child process: {how}{said}"
         raise LoweringError(problem, for_good=False)
     code = child.returncode
-    own = code >= 0 or _name(code) in _FAULTS
+    own = code >= 0 or how_it_ended(code) in _FAULTS
     raise Crash(f"{how}{said}", own=own, for_good=code >= 0)
 
 
@@ -222,7 +222,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.stdin.close()
 
 
-def _name(code: int) -> str:
+def how_it_ended(code: int) -> str:
     """How a process ended: ``SIGSEGV``, or ``exit code 3``."""
     if code >= 0:
         return f"exit code {code}"
@@ -232,7 +232,7 @@ def _name(code: int) -> str:
         return f"signal {-code}"
 
 
-def _last_line(output: str) -> str:
+def last_line(output: str) -> str:
     """What it said last, as the end of a sentence."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return f": {lines[-1][:300]}" if lines else ""

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fuseboard.lower.isolation import import_as_here
+from fuseboard.lower.isolation import how_it_ended, import_as_here, last_line
 from fuseboard.workshop.request import Answer, Request
 
 #: What importing torch and the plugins may take.
@@ -86,16 +86,11 @@ class Workshop:
 
     def _broken(self, child: subprocess.Popen[bytes], directory: Path) -> WorkshopError:
         child.wait()
-        code = child.returncode
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        said = self._last_line()
-        self.close()
-        return WorkshopError(f"it ended with {how}{said}", started=(directory / "started").exists())
-
-    def _last_line(self) -> str:
         self._output.seek(0)
-        lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
-        return f": {lines[-1][:300].decode(errors='replace')}" if lines else ""
+        said = last_line(self._output.read().decode(errors="replace"))
+        self.close()
+        problem = f"it ended with {how_it_ended(child.returncode)}{said}"
+        return WorkshopError(problem, started=(directory / "started").exists())
 
     def _running(self) -> subprocess.Popen[bytes]:
         with self._lock:
