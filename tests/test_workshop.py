@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fuseboard
+from fuseboard.capture.comparison import CaptureCheck
 from fuseboard.lower import background
 from fuseboard.report.data import ledger
 from fuseboard.workshop import desk as desks
@@ -420,7 +421,6 @@ def test_calls_of_several_threads_while_it_settles():
     [
         ({"pin": {"aten.relu": "eager"}}, "pin and exclude"),
         ({"on_failure": "raise"}, "failures may be raised"),
-        ({"cache": False}, "cache = false"),
     ],
 )
 def test_what_stays_within_calls_says_why(options, why):
@@ -430,6 +430,79 @@ def test_what_stays_within_calls_says_why(options, why):
     (report,) = fuseboard.last_report().graphs
     assert lives() == []
     assert any(why in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache": False}, {"cache_dir": "/proc/nowhere/cache"}], ids=["off", "unwritable"]
+)
+@pytest.mark.usefixtures("chosen")
+def test_without_a_cache_one_that_goes_with_the_process_serves(options):
+    """What the workshop compiled arrives all the same; no call compiles."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = torch.compile(
+            model,
+            backend="fuseboard",
+            options={
+                "backends": ["mkldnn", "eager"],
+                "stages": {"measure": MEASURE},
+                "margin": 0.0,
+                **options,
+            },
+        )
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    (report,) = loaded()
+    assert [region.backend for region in report.regions] == ["mkldnn"]
+    assert not report.trips
+
+
+@pytest.mark.usefixtures("chosen")
+def test_what_computes_otherwise_here_is_tried_anew_and_then_refused(monkeypatch):
+    """A trip of whose code it is; a later compile doesn't load it again."""
+    model, x = mlp(), torch.randn(8, 64)
+    loads = []
+
+    def other(check, inputs, spreads):
+        loads.append(spreads)
+        return "output 0 is 1 at [0, 0], Dynamo's graph gives 2"
+
+    monkeypatch.setattr("fuseboard.capture.comparison.CaptureCheck.difference_as_it_runs", other)
+    for expected in (1, 1):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            run = pinned(model)
+            run(x)
+            assert fuseboard.wait(120)
+            assert torch.equal(run(x), model(x))
+        assert len(loads) == expected
+    first = fuseboard.last_report()
+    (trip,) = {trip for graph in first.graphs for trip in graph.trips}
+    assert (trip.plugin, trip.stage) == ("mkldnn", "lower")
+    assert "Dynamo's graph gives 2" in trip.error
+
+
+@pytest.mark.usefixtures("chosen")
+def test_weights_that_change_while_it_is_compared_are_no_fault_of_its(monkeypatch):
+    """A cache that calls write to, say: it isn't judged here then, and nobody is blamed."""
+    model, x = mlp(), torch.randn(8, 64)
+    eager = CaptureCheck._eager
+    with torch.no_grad():
+        run = pinned(model)
+        run(x)
+
+        def eager_then_changing(check, inputs):
+            results = eager(check, inputs)
+            model[0].weight.mul_(1.5)
+            return results
+
+        monkeypatch.setattr(CaptureCheck, "_eager", eager_then_changing)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    (report,) = loaded()
+    assert not report.trips
+    assert any("its inputs changed meanwhile" in note for note in report.notes)
 
 
 # --- when the workshop fails ----------------------------------------------------------------------
@@ -566,9 +639,17 @@ def test_the_workshop_ends_with_the_program(tmp_path, end):
     while alive(number) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not alive(number)
-    with process.request_directory(0) as directory:  # which removes what killed ones left
-        left = list(directory.parent.glob(f"fuseboard-{child.pid}-*"))
-    assert left == []
+    killed = end != "sys.exit(3)"
+    assert killed or files_of(child.pid) == []
+    with process.request_directory(0):  # which removes what killed ones left
+        assert files_of(child.pid) == []
+
+
+def files_of(number):
+    """What a process has in shared memory."""
+    with process.request_directory(0) as directory:
+        parent = directory.parent
+    return list(parent.glob(f"fuseboard-{number}-*"))
 
 
 def alive(number):

@@ -17,7 +17,7 @@ from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
-from fuseboard.workshop.admission import why_in_calls
+from fuseboard.workshop.admission import why_in_calls, with_a_cache
 from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.life import Life
 
@@ -79,7 +79,7 @@ def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
     why = why_in_calls(session, inputs)
     if not why:
         try:
-            return Life(session, graph, inputs).begin()
+            return Life(with_a_cache(session), graph, inputs).begin()
         except CannotKeep as error:
             why = str(error)
     if session.settings.settle == "background":

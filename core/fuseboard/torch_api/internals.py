@@ -390,6 +390,22 @@ def saved_tensor_hooks_are_set() -> bool:
     return top is not None and top(False) is not None
 
 
+def is_in_backward() -> bool:
+    """Whether autograd's engine works in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def watch_dynamo(started: Callable[[], object], ended: Callable[[], object]) -> None:
+    """Be told, for the rest of the process, when Dynamo begins to trace and when it has ended.
+
+    ``torch/_dynamo/callback.py``; where traces nest, the outermost one counts.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: started())
+    callback_handler.register_end_callback(lambda _: ended())
+
+
 def size_hint(value: Any) -> int:
     """A symbolic int's value in the example that is being compiled; 4096 for unbacked ones."""
     if isinstance(value, torch.SymInt):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fuseboard.board import Session
+from fuseboard.board import Session, board
+from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.profile.choose.ranks import several_ranks
+from fuseboard.workshop.process import scratch_cache
 
 
 def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
@@ -24,8 +27,6 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
         return "failures may be raised, which needs a call to raise in"
     if settings.pin or settings.exclude:
         return "pin and exclude look at the modules of the call"
-    if not settings.cache:
-        return "cache = false, and the cache is how other processes give back what they compiled"
     if several_ranks():
         return "a job of several ranks"
     if any(session.module_name(name) is None for name in session.plugins):
@@ -36,6 +37,29 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
         if why := why_not_kept(value):
             return why
     return ""
+
+
+def with_a_cache(session: Session) -> Session:
+    """The session, or one like it with a cache that goes with this process.
+
+    A cache is how the workshop gives back what it compiled. Where there is to be none, or none can
+    be written to, one in a temporary directory serves.
+    """
+    settings = session.settings
+    if settings.cache and _is_writable(store_at(settings.cache_dir, settings.cache_size_mb)):
+        return session
+    scratch = {"cache": True, "cache_dir": str(scratch_cache())}
+    made = board.session(settings.model_copy(update=scratch))
+    made.notes.extend(session.notes)
+    return made
+
+
+def _is_writable(store: Store) -> bool:
+    try:
+        store.directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(store.directory, os.W_OK)
 
 
 def why_not_kept(value: Any) -> str:

@@ -176,8 +176,8 @@ def unpack(
     inputs: Sequence[Any],
     frame: str,
     number: int,
-) -> tuple[Compiled, Spreads]:
-    """What was packed, around Dynamo's graph of this process; and what :func:`pack` was given.
+) -> tuple[Compiled, CarriedProgram]:
+    """What was packed, around Dynamo's graph of this process; and what it was packed as.
 
     :param inputs: a call's, real; they are not kept.
     :param frame: names the user's function in reports.
@@ -208,7 +208,7 @@ def unpack(
     call.complete_gradients(functions)
     run = call.watch_autocast(captured_run)
     compiled = Compiled(call.unless_unfit(run, inputs), call, captured=captured_run)
-    return compiled, carried.spreads
+    return compiled, carried
 
 
 def _graph_from(data: bytes) -> GraphModule:

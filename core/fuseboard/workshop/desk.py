@@ -1,4 +1,4 @@
-"""The two threads that serve graphs beside calls: one asks the workshop, the other one loads.
+"""The two threads that serve graphs beside calls: one waits for the workshop, the other one loads.
 
 Both are daemons, and wait for graphs by weak references: one that nobody will call isn't worked on.
 Their Python work is done in slices; see :mod:`fuseboard.workshop.slices`.
@@ -7,6 +7,7 @@ Their Python work is done in slices; see :mod:`fuseboard.workshop.slices`.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import multiprocessing.util
 import os
@@ -14,11 +15,18 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
 from fuseboard.beside import beside
-from fuseboard.workshop.process import Workshop, WorkshopError, request_directory
+from fuseboard.torch_api import internals as torch_internals
+from fuseboard.workshop.process import (
+    Workshop,
+    WorkshopError,
+    remove_directories,
+    request_directory,
+)
 from fuseboard.workshop.request import Answer, Request
 from fuseboard.workshop.slices import slices
 
@@ -26,6 +34,14 @@ log = logging.getLogger("fuseboard")
 
 #: How long the workshop stays when there is nothing to do.
 _IDLE_S = 20.0
+
+
+class Next(Enum):
+    """What is to be done for a graph."""
+
+    NOTHING = "nothing beside calls"
+    ASK = "ask the workshop"
+    LOAD = "load what was chosen"
 
 
 class Order(Protocol):
@@ -37,33 +53,39 @@ class Order(Protocol):
     def bytes_to_send(self) -> int:
         """Bytes of inputs and weights."""
 
-    def request(self, directory: Path) -> Request | None:
-        """What to ask the workshop; None where that isn't needed."""
+    def recall(self) -> Next:
+        """See whether an earlier process has asked."""
 
-    def answered(self, answer: Answer) -> bool:
-        """Take an answer. True where something is to be loaded."""
+    def request(self, directory: Path) -> Request | Answer:
+        """What to ask the workshop, or its answer where it can't be asked."""
 
-    def load(self) -> None:
+    def answered(self, answer: Answer) -> Next:
+        """Take an answer."""
+
+    def load(self) -> Next:
         """Load what was chosen."""
 
     def fail(self, problem: str) -> None:
         """Nothing comes of it."""
 
 
-class _Thread:
-    """Does one thing with each graph of a queue."""
+_Work = Callable[["weakref.ref[Order]"], None]
 
-    def __init__(
-        self, work: Callable[[weakref.ref[Order]], None], idle: Callable[[], None]
-    ) -> None:
-        self._work = work
+
+class _Thread:
+    """Does what is put into its queue, for one graph after the other.
+
+    :param idle: is called where there has been nothing to do for a while.
+    """
+
+    def __init__(self, idle: Callable[[], None]) -> None:
         self._idle = idle
-        self._queue: queue.SimpleQueue[weakref.ref[Order]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[_Work, weakref.ref[Order]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def put(self, order: weakref.ref[Order]) -> None:
-        self._queue.put(order)
+    def put(self, work: _Work, order: weakref.ref[Order]) -> None:
+        self._queue.put((work, order))
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fuseboard", daemon=True)
@@ -75,15 +97,13 @@ class _Thread:
     def _run(self) -> None:
         while True:
             try:
-                order = self._queue.get(timeout=_IDLE_S)
+                work, order = self._queue.get(timeout=_IDLE_S)
             except queue.Empty:
                 self._idle()
-                order = self._queue.get()
+                work, order = self._queue.get()
             try:
-                self._work(order)
-            except (
-                Exception
-            ) as error:  # a bug of the board's; the next graph is served all the same
+                work(order)
+            except Exception as error:  # a bug of the board's; the next graph is served
                 log.exception("fuseboard: work beside calls failed")
                 alive = order()
                 if alive is not None:
@@ -92,13 +112,16 @@ class _Thread:
 
 
 class Desk:
-    """Serves graphs: has each tried in the workshop, then loaded here."""
+    """Serves graphs: has each tried in the workshop, unless an earlier process had, then loaded.
+
+    What is known already isn't kept waiting by what is being tried.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._workshop = Workshop()
-        self._asking = _Thread(self._ask, self._workshop.close)
-        self._loading = _Thread(self._load, lambda: None)
+        self._asking = _Thread(self._workshop.close)
+        self._loading = _Thread(lambda: None)
         self._is_known_to_end = False
 
     def submit(self, order: Order) -> None:
@@ -107,11 +130,32 @@ class Desk:
             self._is_known_to_end = True
             # A forked child of multiprocessing ends without what atexit knows of.
             multiprocessing.util.Finalize(None, self.end, exitpriority=0)
-        self._asking.put(weakref.ref(order))
+            _watch_dynamo()
+        self._loading.put(self._recall, weakref.ref(order))
 
     def load(self, order: Order) -> None:
         """Load what was chosen for a graph that has been tried."""
-        self._loading.put(weakref.ref(order))
+        self._loading.put(self._load, weakref.ref(order))
+
+    def _go_on(self, order: weakref.ref[Order], what: Next) -> None:
+        if what is Next.ASK:
+            self._asking.put(self._ask, order)
+        elif what is Next.LOAD:
+            self._loading.put(self._load, order)
+
+    def _recall(self, order: weakref.ref[Order]) -> None:
+        alive = order()
+        if alive is not None:
+            with beside(), slices.work():
+                what = alive.recall()
+            self._go_on(order, what)
+
+    def _load(self, order: weakref.ref[Order]) -> None:
+        alive = order()
+        if alive is not None:
+            with beside(), slices.work():
+                what = alive.load()
+            self._go_on(order, what)
 
     def _ask(self, order: weakref.ref[Order]) -> None:
         alive = order()
@@ -120,36 +164,39 @@ class Desk:
         with request_directory(alive.bytes_to_send) as directory:
             with beside(), slices.work():
                 request = alive.request(directory)
-            answer: Answer | None = Answer()
-            if request is not None:
-                limit_s = alive.limit_s
-                alive = None  # whoever holds the graph may let go of it meanwhile
-                try:
-                    answer = self._workshop.ask(
-                        request, directory, limit_s, lambda: order() is not None
-                    )
-                except WorkshopError as error:
-                    # What ended that process might end this one.
-                    why = f"the workshop failed: {error}"
-                    answer = Answer(problem=why, only_here=not error.started)
-                alive = order()
-            if alive is None or answer is None:
-                return
-            with beside(), slices.work():
-                loads = alive.answered(answer)
-        if loads:
-            self._loading.put(order)
-
-    def _load(self, order: weakref.ref[Order]) -> None:
+            limit_s = alive.limit_s
+            alive = None  # whoever holds the graph may let go of it meanwhile
+            answer: Answer | None
+            if isinstance(request, Answer):
+                answer = request
+            else:
+                answer = self._answer(request, directory, limit_s, order)
         alive = order()
-        if alive is not None:
+        if alive is not None and answer is not None:
             with beside(), slices.work():
-                alive.load()
+                what = alive.answered(answer)
+            self._go_on(order, what)
+
+    def _answer(
+        self, request: Request, directory: Path, limit_s: float, order: weakref.ref[Order]
+    ) -> Answer | None:
+        try:
+            return self._workshop.ask(request, directory, limit_s, lambda: order() is not None)
+        except WorkshopError as error:
+            # What ended that process might end this one.
+            return Answer(problem=f"the workshop failed: {error}", only_here=not error.started)
 
     def end(self) -> None:
         """At this process's end, which waits for nothing."""
         if os.getpid() == self._process:
             self._workshop.end()
+            remove_directories()
+
+
+@functools.cache
+def _watch_dynamo() -> None:
+    """Let the threads pause for traces; from the first graph on, whose own trace is at its end."""
+    torch_internals.watch_dynamo(slices.trace_begins, slices.trace_ends)
 
 
 _desk = Desk()

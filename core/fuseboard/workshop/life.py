@@ -22,18 +22,17 @@ from torch.fx import GraphModule
 
 from fuseboard.beside import beside
 from fuseboard.board import Session
-from fuseboard.capture.comparison import CannotCompare, Spreads
+from fuseboard.capture.comparison import CannotCompare
 from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event
-from fuseboard.errors import CONTAINED, LoweringError
+from fuseboard.errors import CONTAINED
 from fuseboard.lower import background
-from fuseboard.lower.caching import Deferred
 from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.pipeline.stages import call_numbers, next_name
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, note_dynamo_runs
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.report.structured_trace import emit
-from fuseboard.run.failure import describe
+from fuseboard.run.failure import describe, trip
 from fuseboard.run.route import Route
 from fuseboard.torch_api import dynamo_graphs as torch_capture
 from fuseboard.torch_api import internals as torch_internals
@@ -41,14 +40,15 @@ from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.admission import why_not_kept
-from fuseboard.workshop.carried import NotCarried, unpack
-from fuseboard.workshop.desk import desk
+from fuseboard.workshop.asking import make_request
+from fuseboard.workshop.checkpoints import Recomputations
+from fuseboard.workshop.desk import Next, desk
 from fuseboard.workshop.kept_answers import KeptAnswers
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
+from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
 from fuseboard.workshop.request import Answer, Request
 from fuseboard.workshop.slices import slices
 from fuseboard.workshop.states import GraphState, StateMachine
-from fuseboard.workshop.tensors import write_inputs
 from fuseboard.workshop.trial import Trial
 
 log = logging.getLogger("fuseboard")
@@ -85,7 +85,8 @@ class Life:
         self._trial: Trial | None = None
         self._compiled: Compiled | None = None
         self._answers: KeptAnswers | None = None
-        self._answer: Answer | None = None
+        #: What is to be loaded.
+        self._program: bytes | None = None
         #: How many calls may take the place of the first one, and whether the next one is to.
         self._calls_left, self._wants_call = 3, False
         #: Why only a call can go on with it; "" where work beside calls can.
@@ -102,6 +103,7 @@ class Life:
             settled=False,
         )
         self._training = training
+        self._recomputations = Recomputations()
         #: Whether a gradient was computed that is to be differentiated.
         self._is_twice = False
         self._report.notes.extend([*session.notes, GraphState.WATCHING.value])
@@ -118,6 +120,8 @@ class Life:
     def _begin_with(self, *args: Any) -> Any:
         """Answer the first call. Work beside it begins after that: Dynamo is still at its guards
         when it has called its backend."""
+        if self._training:
+            self._recomputations.note()
         try:
             return self._seen(self._own(*args))
         finally:
@@ -128,6 +132,8 @@ class Life:
                     desk().submit(self)
 
     def _watch(self, *args: Any) -> Any:
+        if self._training:
+            self._recomputations.note()
         began = slices.enter()
         try:
             return self._seen(self._own(*args))
@@ -207,60 +213,47 @@ class Life:
 
         self._route.put(again)
 
-    # --- in the thread that asks ----------------------------------------------------------------
+    # --- in the threads of the desk -------------------------------------------------------------
 
     @property
     def bytes_to_send(self) -> int:
         """Bytes of inputs and weights."""
         return self._kept.nbytes
 
-    def request(self, directory: Path) -> Request | None:
-        """What to ask the workshop; None where an earlier process has asked it."""
-        return self._context.copy().run(self._request, directory)
+    def recall(self) -> Next:
+        """See whether an earlier process has asked the workshop."""
+        return self._context.copy().run(self._recall)
 
-    def _request(self, directory: Path) -> Request | None:
+    def _recall(self) -> Next:
         with beside():
             inputs = self._kept.inputs()
             if inputs is None:
                 self.fail("a weight is gone")
-                return None
+                return Next.NOTHING
             self._answers = KeptAnswers.of(
                 self._session, self._graph, self._report, self._kept, inputs, self._static
             )
-            if self._may_look and (known := self._answers.find()) is not None:
-                self._answer, self._is_recalled = known, True
-                return None
-            if why := self._kept.why_no_copies(self._session.settings.prepare_memory):
-                self._answer = Answer(problem=why, only_here=True)
-                return None
-            try:
-                sent = write_inputs(inputs, directory)
-                data = torch_capture.graph_to_bytes(self._graph)
-            except (OSError, LoweringError) as error:
-                why = f"it can't be tried in another process: {describe(error)}"
-                self._answer = Answer(problem=why, only_here=True)
-                return None
-            return Request(
-                graph=data,
-                inputs=sent,
-                static=self._static,
-                settings=self._session.settings.model_copy(update={"settle": "first_call"}),
-                modules=self._session.run_time_modules(),
-                frame=self._frame,
-                state=self._kept.named_state(),
-                modes=(self._kept.grads, self._kept.inference),
+            known = self._answers.find() if self._may_look else None
+            self._is_recalled = known is not None
+            return self._answered(known) if known is not None else Next.ASK
+
+    def request(self, directory: Path) -> Request | Answer:
+        """What to ask the workshop, or its answer where it can't be asked."""
+        with beside():
+            return self._context.copy().run(
+                make_request, self._session, self._graph, self._kept, self._frame, directory
             )
 
     def _note(self, text: str) -> None:
         self._report.notes.append(text)
 
-    def answered(self, answer: Answer) -> bool:
-        """Take what the workshop found. True where something is to be loaded."""
-        if self._answer is None:
-            self._answer = answer
-            if self._answers is not None and (problem := self._answers.keep(answer)):
-                self._note(f"not kept for later processes: {problem}")
-        answer = self._answer
+    def answered(self, answer: Answer) -> Next:
+        """Take what the workshop found."""
+        if self._answers is not None and (problem := self._answers.keep(answer)):
+            self._note(f"not kept for later processes: {problem}")
+        return self._answered(answer)
+
+    def _answered(self, answer: Answer) -> Next:
         if answer.dynamo_wins:
             self._dynamo_runs(answer.reports)
         elif answer.again:
@@ -269,11 +262,11 @@ class Life:
             self._compile_in_a_call(answer.problem)
         elif answer.program is None:
             self.fail(answer.problem or "it wasn't tried")
-        elif not self.settled:
-            self._machine.change(GraphState.LOADING)
+        elif self._machine.change(GraphState.LOADING):
+            self._program = answer.program
             self._tell_state()
-            return True
-        return False
+            return Next.LOAD
+        return Next.NOTHING
 
     def _dynamo_runs(self, reports: Sequence[GraphReport]) -> None:
         """Dynamo's graph won in the workshop, or in an earlier process."""
@@ -313,7 +306,6 @@ class Life:
                     except CannotKeep as error:
                         self.fail(str(error))
                     else:
-                        self._answer = None
                         desk().submit(self)
             return results
 
@@ -358,8 +350,12 @@ class Life:
             return
         ledger.replace(self._report)
         self._compiled = compiled
-        self._machine.change(GraphState.SETTLED, lambda: self._route.put(compiled.run))
+        self._machine.change(GraphState.SETTLED, lambda: self._put(compiled.run))
         self._kept.forget()
+
+    def _put(self, program: Run) -> None:
+        """Let calls go to what was decided on, but for those that are to be made again."""
+        self._route.put(self._recomputations.after(self._own, program, self._route.put))
 
     def fail(self, problem: str) -> None:
         """Nothing comes of it: Dynamo's own graph answers all calls."""
@@ -377,82 +373,56 @@ class Life:
         self._report.notes[:] = [note for note in self._report.notes if note not in known]
         self._report.notes.append(self.state.value)
 
-    # --- in the thread that loads ---------------------------------------------------------------
-
-    def load(self) -> None:
+    def load(self) -> Next:
         """Make what was chosen anew in this process."""
-        self._context.copy().run(self._load)
+        return self._context.copy().run(self._load)
 
-    def _load(self) -> None:
+    def _load(self) -> Next:
+        program, number = self._program, self._report.call
+        assert program is not None
         with beside():
-            inputs, answer = self._kept.inputs(), self._answer
-            if inputs is None or answer is None or answer.program is None:
-                self.fail("a weight is gone")
-                return
             try:
-                with self._kept.entered(), StateGuard(), eager_view_strides():
-                    compiled, spreads = unpack(
-                        answer.program,
-                        self._session,
-                        self._graph,
-                        inputs,
-                        self._frame,
-                        self._report.call,
-                    )
-                    problem = self._warm_up(compiled, inputs, spreads)
+                compiled = load(
+                    program, self._session, self._graph, self._kept, self._frame, number
+                )
             except CannotKeep as error:
                 self.fail(str(error))
-                return
-            except (NotCarried, LoweringError, Deferred) as error:
-                self._try_again(str(error))
-                return
-            except CONTAINED as error:  # a plugin's, or a bug of the board's
-                log.warning("fuseboard: %s can't be loaded: %s", self._frame, describe(error))
-                self.fail(f"what was chosen can't be loaded: {describe(error)}")
-                return
-            gradients = compiled.call.gradients
-            if self._is_twice and gradients is not None and gradients.why_not:
-                self.fail(f"it is differentiated twice, and {gradients.why_not}")
-                return
-            ledger.replace(self._report, *(runner.report for runner in compiled.runners))
-            if problem:
-                compiled.call.pipeline.contain_other_graph(problem)
-                self.fail(problem)
-                return
-            self._install(compiled)
+            except NotLoaded as error:
+                return self._not_loaded(error)
+            else:
+                self._install(compiled)
+            return Next.NOTHING
 
-    def _try_again(self, why: str) -> None:
-        """What an earlier process kept doesn't load any more: ask the workshop, once."""
-        if not self._is_recalled:
-            self._compile_in_a_call(f"what was chosen can't be loaded: {why}")
-            return
-        self._may_look, self._is_recalled, self._answer = False, False, None
-        self._machine.change(GraphState.WATCHING)
-        self._note(f"tried anew: {why}")
-        desk().submit(self)
-
-    def _warm_up(self, compiled: Compiled, inputs: Sequence[Any], spreads: Spreads) -> str:
-        """Call it beside the user's calls, and hold it against Dynamo's graph; what differs.
-
-        Where calls can't be made without a trace, the user's first one is the first.
-        """
-        if compiled.is_dynamo_graph or not compiled.is_decided():
-            return ""
-        try:
-            return compiled.capture_check().difference_as_it_runs(inputs, spreads)
-        except CannotCompare as why:
-            note = f"not called before a call of the user's: {why}"
-            compiled.runners[0].report.notes.append(note)
-            return ""
+    def _not_loaded(self, error: NotLoaded) -> Next:
+        """What an earlier process kept is asked about anew, once."""
+        if self._is_recalled:
+            self._may_look, self._program = False, None
+            self._machine.change(GraphState.WATCHING)
+            self._note(f"tried anew: {error}")
+            return Next.ASK
+        if not isinstance(error, ComputesOtherwise):
+            self._compile_in_a_call(f"what was chosen can't be loaded: {error}")
+            return Next.NOTHING
+        backends = ", ".join(error.backends) or "AOTAutograd"
+        trip(self._report, backends, "lower", self.name, error, "Dynamo's own graph")
+        self.fail(str(error))
+        if self._answers is not None:  # a later process would load the same
+            self._answers.keep(Answer(dynamo_wins=True, reports=(self._report,)))
+        return Next.NOTHING
 
     def _install(self, compiled: Compiled) -> None:
+        gradients = compiled.call.gradients
+        if self._is_twice and gradients is not None and gradients.why_not:
+            self.fail(f"it is differentiated twice, and {gradients.why_not}")
+            return
+        ledger.replace(self._report, *(runner.report for runner in compiled.runners))
         self._compiled = compiled
         if compiled.is_dynamo_graph:
             self._machine.change(GraphState.SETTLED, lambda: self._route.put(self._own))
             self._tell_settled(EAGER)
         elif self._training:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
-            self._machine.change(GraphState.SETTLED, lambda: self._route.put(compiled.run))
+            self._machine.change(GraphState.SETTLED, lambda: self._put(compiled.run))
             self._tell_settled(COMPILED)
         else:
             margin = self._session.settings.margin

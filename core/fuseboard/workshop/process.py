@@ -6,6 +6,7 @@ process, however that ends: its standard input is closed then, and Linux kills i
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import select
@@ -138,11 +139,15 @@ class Workshop:
         self.close()
 
 
+# --- directories ----------------------------------------------------------------------------------
+
+#: Those of this process that are in use.
+_directories: set[Path] = set()
+
+
 @contextmanager
 def request_directory(needed_bytes: int) -> Iterator[Path]:
     """A directory in shared memory, or where temporary files are; it goes with the block.
-
-    That of a process that was killed goes when another one makes its own.
 
     :param needed_bytes: what is to be written there. Shared memory may be small, as in containers.
     """
@@ -150,12 +155,32 @@ def request_directory(needed_bytes: int) -> Iterator[Path]:
     if os.access(_SHARED_MEMORY, os.W_OK):
         if shutil.disk_usage(_SHARED_MEMORY).free > _ROOM * needed_bytes + _FURTHER_BYTES:
             parent = _SHARED_MEMORY
-    _remove_left_over(parent)
-    path = Path(tempfile.mkdtemp(prefix=f"fuseboard-{os.getpid()}-", dir=parent))
+    path = _new_directory(parent)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        _directories.discard(path)
+
+
+@functools.cache
+def scratch_cache() -> Path:
+    """A directory for what is compiled, where there is no cache: it goes with this process."""
+    return _new_directory(Path(tempfile.gettempdir()))
+
+
+def remove_directories() -> None:
+    """At this process's end: a daemon thread that uses one is stopped without leaving its block."""
+    for path in list(_directories):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _new_directory(parent: Path) -> Path:
+    """One of this process's. What processes left that were killed goes first."""
+    _remove_left_over(parent)
+    path = Path(tempfile.mkdtemp(prefix=f"fuseboard-{os.getpid()}-", dir=parent))
+    _directories.add(path)
+    return path
 
 
 def _remove_left_over(parent: Path) -> None:
@@ -173,3 +198,13 @@ def _is_alive(process: int) -> bool:
     except PermissionError:  # somebody else's
         return True
     return True
+
+
+def _after_fork() -> None:
+    """What the parent uses isn't a forked child's to remove."""
+    _directories.clear()
+    scratch_cache.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

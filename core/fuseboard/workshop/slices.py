@@ -63,6 +63,17 @@ class Slices:
                 self._open.clear()
         return _clock()
 
+    def trace_begins(self) -> None:
+        """Dynamo traces, which is Python work of the user's thread and no shorter than a call."""
+        self.enter()
+
+    def trace_ends(self) -> None:
+        """A trace is over; nothing is owed for it."""
+        with self._lock:
+            self._calls = max(self._calls - 1, 0)
+            if not self._calls:
+                self._open.set()
+
     def leave(self, began: float) -> None:
         """A call ends; it waits for a slice of the work that is owed."""
         took = _clock() - began

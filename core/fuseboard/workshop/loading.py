@@ -1,0 +1,87 @@
+"""What was chosen for a graph, made again in the user's process, and called there once.
+
+In a thread beside the user's calls, on the inputs of one that was kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fuseboard.board import Session
+from fuseboard.capture.comparison import CannotCompare
+from fuseboard.errors import CONTAINED, LoweringError
+from fuseboard.lower.caching import Deferred
+from fuseboard.pipeline.call import Compiled
+from fuseboard.run.failure import describe
+from fuseboard.torch_api.state import StateGuard
+from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.workshop.carried import CarriedProgram, NotCarried, unpack
+from fuseboard.workshop.kept_call import CannotKeep, KeptCall
+
+log = logging.getLogger("fuseboard")
+
+
+class NotLoaded(Exception):
+    """It can't be made again here; the text says why."""
+
+
+class ComputesOtherwise(NotLoaded):
+    """It could, and gives other results than Dynamo's graph.
+
+    :ivar backends: whose code it is.
+    """
+
+    def __init__(self, problem: str, compiled: Compiled) -> None:
+        super().__init__(problem)
+        sites = [site for runner in compiled.runners for site in runner.program.sites]
+        self.backends = sorted({site.lowered.region.backend for site in sites} - {"eager"})
+
+
+def load(
+    data: bytes, session: Session, graph: GraphModule, call: KeptCall, frame: str, number: int
+) -> Compiled:
+    """Make again what :func:`fuseboard.workshop.carried.pack` packed, and call it.
+
+    :param graph: Dynamo's, of this process.
+    :param call: on its inputs it is called, and Dynamo's graph, to compare their results.
+    :param frame: names the user's function in reports.
+    :param number: of the backend's call.
+    :raises NotLoaded: it can't be made, or computes something else.
+    :raises CannotKeep: the call can't be made any more.
+    """
+    inputs = call.inputs()
+    if inputs is None:
+        raise CannotKeep("a weight is gone")
+    try:
+        with call.entered(), StateGuard(), eager_view_strides():
+            compiled, carried = unpack(data, session, graph, inputs, frame, number)
+            problem = _first_call(compiled, carried, inputs)
+    except CannotKeep:
+        raise
+    except (NotCarried, LoweringError, Deferred) as error:
+        raise NotLoaded(str(error)) from error
+    except CONTAINED as error:  # a plugin's, or a bug of the board's
+        log.warning("fuseboard: %s can't be loaded: %s", frame, describe(error))
+        raise NotLoaded(describe(error)) from error
+    if problem:
+        raise ComputesOtherwise(problem, compiled)
+    return compiled
+
+
+def _first_call(compiled: Compiled, carried: CarriedProgram, inputs: Sequence[Any]) -> str:
+    """What differs from Dynamo's graph; "" if nothing does.
+
+    Where calls can't be made without a trace, the user's first one is the first.
+    """
+    if compiled.is_dynamo_graph or not compiled.is_decided():
+        return ""
+    try:
+        return compiled.capture_check().difference_as_it_runs(inputs, carried.spreads)
+    except CannotCompare as why:
+        note = f"not called before a call of the user's: {why}"
+        compiled.runners[0].report.notes.append(note)
+        return ""
