@@ -260,3 +260,39 @@ def test_a_checkpoint_computes_again_with_the_same_random_numbers(monkeypatch):
             result.sum().backward()
             found.append([result, *(p.grad for p in model.parameters()), torch.rand(1)])
         torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class _Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return checkpoint(lambda y: self.norm(self.linear(y)).relu(), x, use_reentrant=False)
+
+
+def test_a_batch_norm_in_a_checkpoint_counts_as_in_eager(monkeypatch):
+    """Twice a step. torch's op takes its statistics for inputs that were changed."""
+    monkeypatch.delenv("FUSEBOARD_SETTLE")
+    found = []
+    for backend in (None, "fuseboard"):
+        torch.manual_seed(0)
+        model = _Normed()
+        options = {"backends": ["mkldnn", "eager"]}
+        run = torch.compile(model, backend=backend, options=options) if backend else model
+        for seed in range(2):
+            run(rnd(5, 6, seed=seed)).square().sum().backward()
+        found.append([*model.buffers(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_an_input_of_a_checkpoint_that_is_changed_before_the_backward_raises(monkeypatch):
+    """As in eager: the gradients would be those of other inputs."""
+    monkeypatch.delenv("FUSEBOARD_SETTLE")
+    model = _Normed()
+    run = torch.compile(model, backend="fuseboard", options={"backends": ["mkldnn", "eager"]})
+    x = rnd(5, 6)
+    result = run(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()

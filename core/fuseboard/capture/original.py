@@ -6,16 +6,15 @@ apart (resizing an image becomes dozens of index ops), and it has more of them.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import checkpoint
 
 from fuseboard.capture.autograd_functions import with_eager_functions
+from fuseboard.capture.checkpoints import with_eager_checkpoints
 from fuseboard.contracts import Boxed
 from fuseboard.torch_api.state import AUTOGRAD_PARTS, StateGuard
 
@@ -67,7 +66,7 @@ def forward_of(graph: GraphModule) -> Callable[..., Any]:
     Levels of ``torch.func`` are opened and closed by nodes of their own, where eager has a
     ``with``. So an exception in between would leave them open for the rest of the process.
     """
-    graph = with_eager_functions(_with_eagers_checkpoints(graph))
+    graph = with_eager_functions(with_eager_checkpoints(graph))
     _ = graph.code
     forward: Callable[..., Any] = graph.forward
     if only_computes(graph):
@@ -83,41 +82,6 @@ def forward_of(graph: GraphModule) -> Callable[..., Any]:
             raise
 
     return run
-
-
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-
-
-def _with_eagers_checkpoints(graph: GraphModule) -> GraphModule:
-    """The graph, or a copy whose checkpoints are those of eager.
-
-    The op that Dynamo puts in their place is made to be traced by AOTAutograd. Called as it is, it
-    recomputes with other random numbers than it drew (``torch/_higher_order_ops/wrap.py`` of 2.13:
-    ``preserve_rng_state`` is False, whatever the user said).
-    """
-    graphs = (one for one in graph.modules() if isinstance(one, GraphModule))
-    if not any(n.target is _CHECKPOINT for one in graphs for n in one.graph.nodes):
-        return graph
-    own = GraphModule(graph, copy.deepcopy(graph.graph))
-    for name, inner in list(own.named_children()):
-        if isinstance(inner, GraphModule):
-            setattr(own, name, _with_eagers_checkpoints(inner))
-    for node in own.graph.find_nodes(op="call_function", target=_CHECKPOINT):
-        node.target = _checkpoint
-    own.recompile()
-    return own
-
-
-def _checkpoint(body: GraphModule, *args: Any, **keywords: Any) -> Any:
-    """``torch.utils.checkpoint.checkpoint`` as the user called it, but for what torch's op needs.
-
-    Not reentrant, as Dynamo traces no other; and recomputed to its end, since the code of
-    ``torch.func`` in it has to close the levels that it opens.
-    """
-    if "_checkpoint_context_fn" in body.meta:
-        keywords["context_fn"] = body.meta["_checkpoint_context_fn"]
-    keywords |= {"use_reentrant": False, "early_stop": False}
-    return checkpoint(forward_of(body), *args, **keywords)
 
 
 def only_computes(graph: GraphModule) -> bool:
