@@ -6,6 +6,9 @@ import sys
 import threading
 import time
 
+import torch
+
+from fuseboard.torch_api.internals import watch_dynamo
 from fuseboard.workshop import slices as module
 from fuseboard.workshop.slices import Slices
 
@@ -133,3 +136,26 @@ def test_the_profile_function_of_the_thread_is_put_back():
     thread.start()
     thread.join()
     assert found == [profile]
+
+
+def test_work_pauses_while_dynamo_traces():
+    """And owes nothing for it: a trace takes seconds."""
+    slices = Slices()
+    slices.trace_begins()
+    with Worker(slices) as worker:
+        time.sleep(0.02)
+        assert progress(worker, 0.05) == 0
+        start = time.perf_counter()
+        slices.trace_ends()
+        assert time.perf_counter() - start < module.MOST_S
+        assert progress(worker, 0.2) > 0
+
+
+def test_dynamo_tells_when_it_traces(monkeypatch):
+    """Of each function that it compiles, from the first graph on."""
+    told = []
+    monkeypatch.setattr("torch._dynamo.callback.callback_handler.start_callbacks", [])
+    monkeypatch.setattr("torch._dynamo.callback.callback_handler.end_callbacks", [])
+    watch_dynamo(lambda: told.append("begins"), lambda: told.append("ends"))
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert told == ["begins", "ends"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fuseboard
 from fuseboard.capture.comparison import CaptureCheck
@@ -237,6 +238,24 @@ def test_training_goes_on_as_eager_would():
         ):
             torch.testing.assert_close(mine, eagers)
     assert loaded()
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.thorough
+def test_a_checkpoints_call_is_made_again_by_what_made_it():
+    """Its forward was Dynamo's graph's, which saves other tensors than what is chosen since."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    run = pinned(model, "inductor")
+    x = torch.randn(8, 64, requires_grad=True)
+    before = checkpoint(run, x, use_reentrant=False)
+    run(x).sum().backward()  # the workshop is asked about a call that has a backward
+    assert fuseboard.wait(120)
+    (graph, *_) = [graph for graph in loaded() if graph.kind == "forward"]
+    assert [region.backend for region in graph.regions] == ["inductor"]
+    for result in (before, checkpoint(run, x, use_reentrant=False)):
+        grads = torch.autograd.grad(result.square().sum(), [x, *model.parameters()])
+        wanted = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+        torch.testing.assert_close(grads, wanted)
 
 
 @pytest.mark.usefixtures("chosen")

@@ -15,6 +15,8 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from fuseboard.capture.autograd_functions import with_eager_functions
+
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -42,6 +44,7 @@ def _checkpoint(body: GraphModule, *args: Any, **keywords: Any) -> Any:
     if "_checkpoint_context_fn" in body.meta:
         keywords["context_fn"] = body.meta["_checkpoint_context_fn"]
     keywords |= {"use_reentrant": False, "early_stop": False}
+    body = with_eager_functions(body)
     _ = body.code  # else its forward goes the way around by the module's own call
     run = _Body(body.forward, args)
     return checkpoint(run, *run.differentiable, **keywords)

@@ -395,7 +395,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def watch_dynamo(started: Callable[[], object], ended: Callable[[], object]) -> None:
+def watch_dynamo(started: Callable[[], None], ended: Callable[[], None]) -> None:
     """Be told, for the rest of the process, when Dynamo begins to trace and when it has ended.
 
     ``torch/_dynamo/callback.py``; where traces nest, the outermost one counts.
