@@ -14,14 +14,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fuseboard.contracts import StackFrame
-from fuseboard.profile.observe.sampling_result import SampledProfile, short_file
+from fuseboard.profile.observe.sampling_regions import short_file
+
+if TYPE_CHECKING:
+    from fuseboard.profile.observe.sampling_result import SampledProfile
 
 #: How many functions the table lists.
 _LISTED = 40

@@ -12,6 +12,7 @@ import linecache
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fuseboard.contracts import StackFrame
 from fuseboard.report.data import ledger
@@ -85,3 +86,11 @@ def place_of(
     for frame in stack:
         found = places.get((frame.file, frame.line), found)
     return found
+
+
+def short_file(file: str) -> str:
+    """A path from the installed package on, or its last two parts."""
+    for root in ("/site-packages/", "/dist-packages/"):
+        if root in file:
+            return file.rpartition(root)[2]
+    return "/".join(Path(file).parts[-2:]) if "/" in file else file

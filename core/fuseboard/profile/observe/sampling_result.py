@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.contracts import StackFrame, StackSample
-from fuseboard.profile.observe.sampling_regions import RegionFrame, place_of
+from fuseboard.profile.observe.sampling_regions import RegionFrame, place_of, short_file
 
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 #: The rows of :meth:`SampledProfile.region_shares` for samples that are in no region.
@@ -152,14 +152,6 @@ class SampledProfile:
         from fuseboard.profile.observe.sampling_page import render_flame_graph
 
         _write(path, render_flame_graph(self))
-
-
-def short_file(file: str) -> str:
-    """A path from the installed package on, or its last two parts."""
-    for root in ("/site-packages/", "/dist-packages/"):
-        if root in file:
-            return file.rpartition(root)[2]
-    return "/".join(Path(file).parts[-2:]) if "/" in file else file
 
 
 def _unfolded(label: str) -> str:
