@@ -123,14 +123,14 @@ STAGES = ("fuse", "partition", "partition", "lower")
 
 
 def test_a_first_call_shows_stages_and_checks():
-    """Compiled under the profiler: the region inside of its verification, then by itself."""
+    """Compiled under the profiler: the region twice inside of its verification, then by itself."""
     with plugged() as backend, profile(activities=CPU) as trace, torch.no_grad():
         fn = compiled(torch.sin, backend, "eager")
         fn(rnd(3)), fn(rnd(3))
     graph = last_graph().name
     region = f"{graph}.region0 [fake]"
     stages = [f"{stage} {graph}" for stage in (*STAGES, "capture")]
-    expected = [*stages, f"verify {region}", region, region]
+    expected = [*stages, f"verify {region}", region, region, region]
     assert spans(trace) == [f"fuseboard::{name}" for name in expected]
 
 

@@ -11,6 +11,7 @@ from torch._inductor import config, lowering
 
 import fuseboard
 import fuseboard_inductor
+import fuseboard_inductor.freezing
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph
 from tests.support.values import rnd
@@ -249,3 +250,13 @@ def test_the_key_of_its_cache_tells_the_strides_of_the_results(directory, monkey
     notes(torch.sin, rnd(5, 3).t(), cache_dir=directory)
     assert tags == [" strides [(1, 3)]"]
     assert torch.compiler.config.cache_key_tag == ""
+
+
+@pytest.mark.parametrize("name", ["/nonexistent/c++", "no-such-compiler"])
+def test_a_compiler_that_isn_t_there_is_told_before_anything_is_compiled(name, monkeypatch):
+    """Inductor would try no other one, and take half a minute to say so."""
+    monkeypatch.setenv("CXX", name)
+    for plugin in (fuseboard_inductor, fuseboard_inductor.freezing):
+        info = plugin.fuseboard_backend()
+        assert "cpu" not in info.device_types or not info.available
+        assert info.available or repr(name) in info.reason

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from fuseboard.config.layers import resolve
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
 from fuseboard.errors import FuseboardError, RegistrationError
+from fuseboard.forks import fork_safe_lock
 from fuseboard.torch_api.state import StateGuard
 
 __all__ = ["Board", "PluginState", "Session", "board", "register", "unregister"]
@@ -83,7 +83,7 @@ class Board:
         entry_points: Callable[[], Iterable[metadata.EntryPoint]] | None = None,
         built_in: Mapping[str, str] = BUILT_IN,
     ) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._find = entry_points or (lambda: metadata.entry_points(group=GROUP))
         self._built_in = dict(built_in)
         self._pending: dict[str, _Pending] | None = None

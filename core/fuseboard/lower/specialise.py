@@ -8,8 +8,6 @@ first results always are. Once ``max_shapes`` combinations are compiled, others 
 from __future__ import annotations
 
 import dataclasses
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,6 +19,7 @@ from fuseboard.board import Session
 from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed, Event, Region
 from fuseboard.errors import CONTAINED
+from fuseboard.forks import fork_safe_lock
 from fuseboard.lower.static import StaticGraph, with_sizes
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.signature import signature
@@ -35,18 +34,7 @@ from fuseboard.torch_api import symbols as torch_symbols
 
 #: Held while something is compiled. Dynamo holds a lock of its own, but backwards are compiled
 #: outside of it, and specialisations in the middle of a call.
-compile_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    """Free it in a forked child, unless this thread holds it: no other one is there to do so."""
-    lock: Any = compile_lock  # what CPython's own modules do with their locks has no public name
-    if not lock._is_owned():
-        lock._at_fork_reinit()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+compile_lock = fork_safe_lock()
 
 
 class Code(Protocol):

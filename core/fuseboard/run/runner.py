@@ -7,7 +7,6 @@ share are cloned from then on. After a call without a failure the plain function
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Region, Stage
 from fuseboard.errors import CONTAINED, NotEnoughMemory, WrongValues
+from fuseboard.forks import fork_safe_lock
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.profile.judge.reference import replayable
@@ -64,7 +64,7 @@ class Runner:
     ) -> None:
         self.session = session
         self.report = report
-        self.lock = threading.RLock()
+        self.lock = fork_safe_lock()
         results: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         bucket = bucket_source(graph.graph.find_nodes(op="placeholder"))
         self.context = GraphContext(graph, kind, board_nodes, results, session, report, bucket)

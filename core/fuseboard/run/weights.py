@@ -25,7 +25,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -37,6 +36,7 @@ import torch
 
 from fuseboard.config.model import Settings
 from fuseboard.errors import NotEnoughMemory
+from fuseboard.forks import fork_safe_lock
 from fuseboard.spare_memory import why_no_room
 from fuseboard.torch_api import internals as torch_internals
 
@@ -178,7 +178,7 @@ class WeightSets:
         self._patience = 1
         self._entries: OrderedDict[tuple[int, ...], WeightSet] = OrderedDict()
         self._waits: OrderedDict[tuple[int, ...], _Wait] = OrderedDict()
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         _all_sets.add(self)
 
     @classmethod

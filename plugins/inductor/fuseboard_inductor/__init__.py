@@ -6,6 +6,7 @@ CPU. Options: ``[tool.fuseboard.plugins.inductor]``.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -62,9 +63,6 @@ class Options(Configured):
     )
 
 
-NO_COMPILER = "no C++ compiler found: install g++ or clang, or set the environment variable CXX"
-
-
 @fuseboard.hookimpl
 def fuseboard_backend() -> BackendInfo:
     """Ready where there is a C++ compiler (CPU) or Triton (GPU)."""
@@ -77,21 +75,30 @@ def fuseboard_backend() -> BackendInfo:
         dynamic_shapes=True,
         fixes_sizes=True,
         available=bool(compiler) or gpu,
-        reason="" if compiler or gpu else NO_COMPILER,
+        reason="" if compiler or gpu else why_no_compiler(),
         fingerprint=f"{torch.__version__} {compiler} {sys.platform}",
         options=Options,
     )
 
 
 def _cpp_compiler() -> str | None:
-    """The compiler that Inductor would use; a look at the path, nothing is run."""
-    import os
+    """The compiler that Inductor would use; a look at the path, nothing is run.
 
-    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
-        found = shutil.which(name)
-        if found:
-            return found
-    return None
+    It tries no other one: ``cpp.cxx`` in ``torch/_inductor/config.py`` of torch 2.13.
+    """
+    return shutil.which(os.environ.get("CXX") or _DEFAULT_COMPILER)
+
+
+_DEFAULT_COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+
+
+def why_no_compiler() -> str:
+    """What is missing, and what to do."""
+    if named := os.environ.get("CXX"):
+        return f"no C++ compiler found: the environment variable CXX names {named!r}"
+    return (
+        f"no C++ compiler found: install {_DEFAULT_COMPILER}, or set the environment variable CXX"
+    )
 
 
 @fuseboard.hookimpl

@@ -51,7 +51,7 @@ def fuseboard_backend() -> BackendInfo:
         fixes_sizes=False,
         by_request=True,
         available=available,
-        reason="" if available else fuseboard_inductor.NO_COMPILER,
+        reason="" if available else fuseboard_inductor.why_no_compiler(),
         options=Options,
     )
 
