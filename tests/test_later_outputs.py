@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from fuseboard.errors import RegionError
+from fuseboard.report.data import ledger
 from fuseboard.run.outputs import EVERY
 from tests.support.backends import all_trips, claim_ops, compiled, last_graph, plugged
 from tests.support.contained import on_region
+from tests.support.eager_loses import MEASURE
 from tests.support.values import assert_same, rnd
 
 #: What a call gives instead of two right results, and what is said of it.
@@ -123,3 +125,29 @@ def test_a_backward_s_outputs_are_looked_at():
             torch.testing.assert_close(grad, 2 * rnd(4).exp())
     assert raised == 1
     assert [trip.plugin for trip in all_trips()] == ["changing"]
+
+
+def test_what_tripped_in_a_later_call_isn_t_chosen_by_later_processes(tmp_path):
+    """Though it would be right in the first calls again. The next best is, and eager in the end."""
+    settings = {"policy": "measured", "measure_s": 0.001, "cache_dir": str(tmp_path)}
+    settings["stages"] = {"measure": MEASURE}
+    x, y = rnd(4, 3), rnd(3, 6)
+    trips = []
+    for _ in range(4):
+        torch._dynamo.reset()
+        ledger.clear()
+        one, two = (later(CHANGES["dtype"][0], calls=20) for _ in range(2))
+        info = {"compiles_quickly": True}
+        with plugged("one", call=one, info=info), plugged("two", call=two, info=info):
+            fn = compiled(g, "one", "two", **settings)
+            with torch.no_grad():
+                for _ in range(60):
+                    got = fn(x, y)
+            assert_same(got, g(x, y))
+        trips.append([trip.plugin for trip in all_trips()])
+    assert sorted(trips) == [[], [], ["one"], ["two"]]
+    assert trips[2:] == [[], []]
+    assert last_graph().settled
+    rows = {row.name: row for row in last_graph().candidates}
+    assert {rows[name].state for name in ("one", "two")} == {"failed"}
+    assert "dtype" in rows["one"].problem

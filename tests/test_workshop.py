@@ -279,6 +279,32 @@ def test_writes_views_and_identities_are_eagers_after_the_swap():
             assert fuseboard.wait(120)
 
 
+@pytest.mark.usefixtures("chosen")
+def test_what_trips_after_the_swap_isnt_swapped_in_by_a_later_process():
+    """Dynamo's own graph runs there from the first call on."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = pinned(model)
+        run(x)
+        graph = life()
+        assert fuseboard.wait(120)
+        run(x)
+        (runner,) = graph._compiled.runners
+        (site,) = runner.program.sites
+        runner._contain(site.lowered, ValueError("the engine exploded"), "eager")
+        torch.testing.assert_close(run(x), model(x))
+        ledger.clear()
+        torch._dynamo.reset()
+        run = pinned(model)
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    (report,) = fuseboard.last_report().graphs
+    assert report.instead.startswith("Dynamo's own graph runs")
+    assert "the engine exploded" in report.instead
+    assert not report.regions
+
+
 def penalised(run, x):
     """The gradient of a loss that holds the square of its gradient."""
     loss = run(x).sum()

@@ -38,6 +38,9 @@ from fuseboard.run.sizes import bucket_source
 from fuseboard.run.weights import WeightSets, any_version
 from fuseboard.torch_api.profiler import Spanned
 
+#: What may go well the next time.
+_PASSING = (MemoryError, NotEnoughMemory, torch.OutOfMemoryError)
+
 
 class Runner:
     """Runs one graph.
@@ -48,6 +51,8 @@ class Runner:
     :ivar program: what ``uninterrupted`` was generated from.
     :ivar uninterrupted: what a call executes unless it is interrupted.
     :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
+    :ivar on_trip: is told the problem of what failed in a call after it was chosen, so that later
+        processes choose something else.
     :ivar chooser: who still decides which program runs. Nothing else holds it while it waits for
         what is compiled elsewhere.
     """
@@ -76,6 +81,7 @@ class Runner:
         self._every = session.settings.verify_every
         self._instead: Boxed | None = None
         self._told_of_change = False
+        self.on_trip: Callable[[str], None] | None = None
         self.chooser: object = None
         self.uncompiled = captured.eager
         self._run(self.uncompiled)
@@ -273,6 +279,8 @@ class Runner:
             regions_run_in_eager(self.report, names, f"{region.backend} tripped in a call")
             self.tell_what_tripped(error)
             self.install(Program(self.context, sites))
+            if self.on_trip is not None and not isinstance(error, _PASSING):
+                self.on_trip(describe(error))
 
     def tell_what_tripped(self, error: BaseException | None = None) -> None:
         """Tell with the choice which of its regions run in eager since they failed in a call.

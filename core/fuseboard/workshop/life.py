@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +418,8 @@ class Life:
             return
         ledger.replace(self._report, *(runner.report for runner in compiled.runners))
         self._compiled = compiled
+        for runner in compiled.runners:
+            runner.on_trip = self._keep_that_eager_runs
         if compiled.is_dynamo_graph:
             self._machine.change(GraphState.SETTLED, lambda: self._route.put(self._own))
             self._tell_settled(EAGER)
@@ -450,11 +453,21 @@ class Life:
             note_dynamo_runs(
                 "inference", {COMPILED: compiled_us, EAGER: eager_us}, compiled.runners
             )
-            if self._answers is not None:
-                reports = tuple(runner.report for runner in compiled.runners)
-                self._answers.keep(Answer(dynamo_wins=True, reports=reports))
+            self._keep_that_eager_runs()
         emit(report)
         self._tell_settled((EAGER, COMPILED)[winner])
+
+    def _keep_that_eager_runs(self, problem: str = "") -> None:
+        """For later processes.
+
+        :param problem: of what was chosen, in a later call; "" where it was slower.
+        """
+        if self._answers is not None and self._compiled is not None:
+            reports = tuple(runner.report for runner in self._compiled.runners)
+            if problem:
+                instead = f"Dynamo's own graph runs: what was chosen failed in a call: {problem}"
+                reports = tuple(replace(one, instead=instead, regions=[]) for one in reports)
+            self._answers.keep(Answer(dynamo_wins=True, reports=reports))
 
     def _tell_settled(self, winner: str) -> None:
         seconds = time.perf_counter() - self._began

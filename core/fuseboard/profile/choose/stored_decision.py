@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -155,6 +155,28 @@ class StoredDecision:
                 settled=settled and not undecided,
                 created=time.time(),
             )
+        )
+        self._note_trouble()
+
+    def record_trip(self, name: str, problem: str) -> None:
+        """Keep that a winner failed in a later call: the best of the others is the winner then.
+
+        Where there is none it is eager, or nothing at all.
+        """
+        if self.parts is None:
+            return
+        found = self.database.find(decision_key(self.level, self.parts))
+        if found is None or found.winner != name:
+            return  # it wasn't kept, or another process has met the same
+        costs = tuple(
+            replace(cost, problem=problem) if cost.name == name else cost
+            for cost in found.candidates
+        )
+        right = [cost for cost in costs if cost.latency_us is not None and not cost.problem]
+        eager = next((cost.name for cost in costs if cost.name == "eager"), "")
+        best = min(right, key=lambda cost: cost.latency_us or 0.0).name if right else eager
+        self.database.record(
+            replace(found, candidates=costs, winner=best, created=time.time()), replace=True
         )
         self._note_trouble()
 

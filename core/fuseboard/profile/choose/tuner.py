@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.timing import Timing
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import Decision
+from fuseboard.profile.costs.rows import NOT_TRIED
 from fuseboard.profile.judge.copies import KeptCopies
 from fuseboard.profile.judge.replays import generators_put_back
 from fuseboard.report.structured_trace import emit
@@ -112,6 +114,8 @@ class Tuner:
             candidate.lowering.real = {}  # of this call
         if self._due:
             self._runner.interrupt(self._call)
+        elif all(candidate.dropped for candidate in self._candidates):
+            self._runner.give_up("all candidates failed in earlier processes: eager runs")
         elif self._chosen is not None:  # by an earlier process, so no call will compare first
             self._rest_is_due()
         self._tell_whether_settled()
@@ -130,7 +134,11 @@ class Tuner:
         known = {cost.name: cost for cost in decision.candidates}
         winner = next((c for c in self._candidates if c.name == decision.winner), None)
         if winner is None or not self._lower(winner, defers=False):
-            return [c for c in self._candidates if c is not winner]
+            for candidate in self._candidates:
+                cost = known.get(candidate.name)
+                if cost is not None and decision.settled and cost.problem not in ("", NOT_TRIED):
+                    candidate.recall(cost, lost=True, settled=True)
+            return [c for c in self._candidates if c is not winner and not c.dropped]
         self._report.decided = "taken from the cost database"
         for candidate in self._candidates:
             if (cost := known.get(candidate.name)) is not None:
@@ -383,6 +391,7 @@ class Tuner:
         again = every is not None
         inputs: Any = "watched" if again else "unseen"
         checks = RegionChecks(False, strides=not candidate.proven, inputs=inputs, again=again)
+        self._runner.on_trip = partial(self._stored.record_trip, candidate.name)
         self._runner.install(candidate.program, checks)
         self._tell_whether_settled()
         self._report.instead = ""
