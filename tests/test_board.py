@@ -164,7 +164,7 @@ def test_an_unknown_backend_reads_well(monkeypatch):
     """What was given, the near one, what is installed, and the pip line where there is an extra."""
     assert settings_error(three_backends(), backends=["quik"]) == (
         "backends = ['quik'], set in torch.compile(options=): no plugin named 'quik'. "
-        "Did you mean 'quick'? Installed: a_slow, eager, quick, slow, watcher."
+        "Did you mean 'quick'? Installed: a_slow, attention, eager, quick, slow, watcher."
     )
     monkeypatch.setattr(session, "_extras", lambda: ["tvm"])
     text = settings_error(three_backends(), backends=["tvm"])
@@ -306,6 +306,7 @@ def test_states_show_all_there_is_to_know():
         "a_slow",
         "mine",
         "eager",
+        "attention",
         "defaults",
         "watcher",
     ]
@@ -313,7 +314,7 @@ def test_states_show_all_there_is_to_know():
     assert (mine.source, mine.stages) == ("registered at run time", ("fuse", "lower"))
     assert (watcher.version, watcher.stages, watcher.devices) == ("1.2", ("events",), ())
     assert states[0].devices == ("cpu",)
-    assert states[5].stages == ("partition", "profile", "events")
+    assert states[6].stages == ("partition", "profile", "events")
 
 
 def test_register_and_unregister_at_run_time():
@@ -328,7 +329,7 @@ def test_register_and_unregister_at_run_time():
     module = ModuleType("watching")
     module.fuseboard_event = fuseboard.hookimpl(lambda event: None)
     board.register(module)
-    assert board.names() == ["defaults", "eager", "mine", "watching"]
+    assert board.names() == ["attention", "defaults", "eager", "mine", "watching"]
 
 
 def test_hooks_may_be_methods_of_another_object():

@@ -230,7 +230,12 @@ def test_what_only_wraps_has_no_place_among_the_backends():
     assert opened.with_hook("fuseboard_wrap") == ("wrapper",)
     with pytest.raises(SettingsError, match="'wrapper' has no backend, it takes part in other"):
         board.session(resolve({"backends": ["wrapper", "eager"]}))
-    assert [state.name for state in board.states()] == ["eager", "defaults", "wrapper"]
+    assert [state.name for state in board.states()] == [
+        "eager",
+        "attention",
+        "defaults",
+        "wrapper",
+    ]
 
 
 def test_an_unavailable_wrapper_is_not_asked():

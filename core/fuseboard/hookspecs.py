@@ -76,6 +76,18 @@ def fuseboard_decompositions(
 
 
 @hookspec
+def fuseboard_fuse_dynamo(graph: GraphModule, options: Any, random: Random) -> list[Fusion] | None:
+    """Offer rewrites of Dynamo's graph, before autograd and whichever backends there are.
+
+    Called once per graph, on every plugin in order. What is rewritten here has its backward from
+    autograd. Nodes call torch's functions and methods as the user's code does; they may write to
+    tensors, and ``meta["val"]`` has their fake values, which new nodes need as well. A rewrite
+    takes out what it replaces: what nobody reads stays, since it may have effects. Results, their
+    strides and their gradients must be kept. Dynamo's own graph is what all is held against.
+    """
+
+
+@hookspec
 def fuseboard_fuse(
     graph: GraphModule, kind: GraphKind, region: Region | None, options: Any, random: Random
 ) -> list[Fusion] | None:

@@ -255,6 +255,7 @@ def _nothing(answer: Any, arguments: Arguments) -> Problems:
 _CHECKERS: dict[str, tuple[str, Callable[[Any, Arguments], Problems]]] = {
     "fuseboard_backend": ("a BackendInfo", _backend),
     "fuseboard_decompositions": ("a dict from ops to callables", _decompositions),
+    "fuseboard_fuse_dynamo": ("a list of Fusions that don't overlap", _fusions),
     "fuseboard_fuse": ("a list of Fusions that don't overlap", _fusions),
     "fuseboard_partition_joint": ("a tuple of two GraphModules, forward and backward", _pair),
     "fuseboard_claim": ("a list of Claims and Declines about nodes of the graph", _claims),

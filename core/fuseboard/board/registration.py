@@ -23,6 +23,7 @@ STAGE_OF = {
     "fuseboard_partition_joint": "partition",
     "fuseboard_claim": "partition",
     "fuseboard_plan": "partition",
+    "fuseboard_fuse_dynamo": "fuse",
     "fuseboard_fuse": "fuse",
     "fuseboard_lower": "lower",
     "fuseboard_load": "lower",

@@ -23,7 +23,7 @@ from fuseboard.board.registration import (
     examine,
     in_default_order,
 )
-from fuseboard.board.session import Session
+from fuseboard.board.session import NEEDED, Session
 from fuseboard.config.layers import resolve
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
@@ -36,7 +36,11 @@ __all__ = ["Board", "PluginState", "Session", "board", "register", "unregister"]
 log = logging.getLogger("fuseboard")
 
 GROUP = "fuseboard"
-BUILT_IN = {"eager": "fuseboard.run.eager", "defaults": "fuseboard.defaults"}
+BUILT_IN = {
+    "eager": "fuseboard.run.eager",
+    "attention": "fuseboard.fuse.attention",
+    "defaults": "fuseboard.defaults",
+}
 #: How long ``register`` waits for a plugin's description of itself.
 REGISTER_LIMIT_S = 900.0
 
@@ -128,9 +132,9 @@ class Board:
         log.warning("fuseboard: plugin %r, %s: %s", point.name, found.source, reason)
 
     def _load(self, blocked: Iterable[str], limit_s: float) -> None:
-        """Import what is pending, one by one, but for what is blocked (nothing built in is)."""
+        """Import what is pending, one by one, but for what is blocked."""
         pending = self._discover()
-        skipped = set(blocked) - self._built_in.keys()
+        skipped = set(blocked) - NEEDED
         for name in [name for name in pending if name not in skipped]:
             found = pending.pop(name, None)  # taken out first: the import may come back here
             if found is None:
@@ -256,7 +260,7 @@ class Board:
             return [*states, *self._duplicates]
 
     def _state(self, state: PluginState, settings: Settings) -> PluginState:
-        if state.name in settings.block and state.name not in self._built_in:
+        if state.name in settings.block and state.name not in NEEDED:
             return replace(state, state="blocked", reason=_blocked(settings))
         return state
 

@@ -43,6 +43,9 @@ log = logging.getLogger("fuseboard")
 
 _current: ContextVar[Session | None] = ContextVar("session", default=None)
 
+#: What all else falls back to.
+NEEDED = frozenset({"eager", "defaults"})
+
 #: Hook → its arguments.
 ARGUMENTS = {
     name: tuple(inspect.signature(function).parameters)
@@ -185,7 +188,7 @@ class Session:
     def _check_block(self) -> None:
         for name in self.settings.block:
             where = self._where("block", list(self.settings.block))
-            if name in ("eager", "defaults"):
+            if name in NEEDED:
                 raise SettingsError(
                     f"{where}: {name!r} is what all else falls back to and can't be blocked."
                 )
@@ -306,6 +309,11 @@ class Session:
         state = self._states.get(plugin)
         return state is not None and state.state == "ready"
 
+    def fingerprint(self, plugin: str) -> str:
+        """What a plugin's code is told from others by; "" where it doesn't say."""
+        entry = self._entries.get(plugin)
+        return entry.info.fingerprint if entry is not None and entry.info is not None else ""
+
     def bakes_constants(self, plugin: str) -> bool:
         """Whether a plugin's code holds the values of weights."""
         entry = self._entries.get(plugin)
@@ -391,7 +399,7 @@ class Session:
         state = StateGuard()
         # A limit that cut off an import of torch's would break every later compile: what is built
         # in gets none.
-        built_in = plugin in ("eager", "defaults")
+        built_in = plugin in NEEDED
         try:
             with (
                 nullcontext() if built_in else state,

@@ -40,10 +40,12 @@ def apply_fusions(
     plugin: str,
     counter: FusionCounter,
     limit_s: float,
+    hook: str = "fuseboard_fuse",
 ) -> list[FusionReport]:
     """Apply a plugin's fusions to the graph they were offered for; returns what was done.
 
     :param limit_s: how long one fusion may take.
+    :param hook: which offered them. In a graph of Dynamo's what nobody reads may have effects.
     :raises PluginError: a fusion raised; the graph may be half rewritten.
     :raises HookTimeout: it took longer than its limit.
     :raises ContractError: two fusions overlap, or the graph is no longer well formed.
@@ -55,32 +57,31 @@ def apply_fusions(
             if name in owner:
                 raise ContractError(
                     plugin,
-                    "fuseboard_fuse",
+                    hook,
                     f"fusions {owner[name]!r} and {fusion.name!r} overlap at node {name!r}",
                 )
             owner[name] = fusion.name
         number = counter.offered
         applied = counter.admits()
         if applied:
-            _apply(fusion, plugin, limit_s)
+            _apply(fusion, plugin, hook, limit_s)
         done.append(FusionReport(number, fusion.name, plugin, fusion.nodes, applied))
     if any(report.applied for report in done):
         try:
-            graph.graph.eliminate_dead_code()
+            if hook == "fuseboard_fuse":
+                graph.graph.eliminate_dead_code()
             graph.graph.lint()
         except CONTAINED as error:  # lint raises whatever it meets
             raise ContractError(
-                plugin, "fuseboard_fuse", f"the rewritten graph is malformed: {error}"
+                plugin, hook, f"the rewritten graph is malformed: {error}"
             ) from error
-        _check_values(graph, plugin)
+        _check_values(graph, plugin, hook)
         graph.recompile()
     counter.applied.extend(done)
     return done
 
 
-def _apply(fusion: Fusion, plugin: str, limit_s: float) -> None:
-    hook = "fuseboard_fuse"
-
+def _apply(fusion: Fusion, plugin: str, hook: str, limit_s: float) -> None:
     def late() -> Exception:
         return HookTimeout(plugin, hook, f"fusion {fusion.name!r} took over {limit_s:g} s")
 
@@ -97,11 +98,9 @@ def _apply(fusion: Fusion, plugin: str, limit_s: float) -> None:
         raise ContractError(plugin, hook, problem)
 
 
-def _check_values(graph: GraphModule, plugin: str) -> None:
+def _check_values(graph: GraphModule, plugin: str, hook: str) -> None:
     for node in graph.graph.nodes:
         if getattr(getattr(node.target, "_schema", None), "returns", None) == []:
             node.meta.setdefault("val", None)  # an assertion: it computes nothing
         if node.op in {"call_function", "placeholder"} and "val" not in node.meta:
-            raise ContractError(
-                plugin, "fuseboard_fuse", f"the new node {node.name!r} has no meta['val']"
-            )
+            raise ContractError(plugin, hook, f"the new node {node.name!r} has no meta['val']")

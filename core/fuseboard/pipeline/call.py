@@ -87,6 +87,7 @@ def compile_graph(
     example_inputs: Sequence[Any],
     frame: str,
     bundled: Callable[[Callable[..., Boxed]], Any] | None = None,
+    rewrite: bool = True,
 ) -> Compiled:
     """Compile a graph, or find that it is best run as Dynamo has it.
 
@@ -95,6 +96,7 @@ def compile_graph(
     :param frame: names the user's function in reports.
     :param bundled: wraps each of AOTAutograd's compilers where another process is to get
         what is made here.
+    :param rewrite: let plugins rewrite Dynamo's graph before it is captured.
     """
     call = GraphCall(session, graph, frame)
     if why := unfit_graphs.why_unfit(graph, example_inputs):
@@ -103,7 +105,13 @@ def compile_graph(
     around = bundled or (lambda compiler: compiler)
     if bundled is not None:
         call.pipeline.records = []
+
+    def without_rewrites(problem: str) -> Compiled:
+        call.pipeline.contain_rewritten_graph(problem)
+        return compile_graph(session, graph, inputs, example_inputs, frame, bundled, rewrite=False)
+
     with torch_internals.capturing(), call.with_example_inputs(example_inputs):
+        captured = call.pipeline.rewrite_dynamos(graph) if rewrite else graph
         aot = torch_internals.aot_autograd(
             fw_compiler=around(partial(call.compile, kind="forward")),
             bw_compiler=around(call.compile_backward),
@@ -113,14 +121,19 @@ def compile_graph(
         )
         try:
             with noting_functions() as functions:
-                compiled = aot(graph, inputs)
+                compiled = aot(captured, inputs)
         except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
             if call.was_compiling or torch_internals.is_dynamo_error(error):
                 raise
+            if captured is not graph:
+                return without_rewrites(describe(error))
             call.pipeline.contain_refused_graph(error)
             return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     call.complete_gradients(functions)
-    if call.is_captured_wrong(compiled, example_inputs):
+    if problem := call.capture_problem(compiled, example_inputs):
+        if captured is not graph:
+            return without_rewrites(problem)
+        call.pipeline.contain_other_graph(problem)
         return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     step = call.choose_whole_calls(compiled)
     if step is None:
@@ -266,16 +279,11 @@ class GraphCall:
         fast = self.session.settings.random == "fast"
         return CaptureCheck(self.graph, compiled, self.captured_graphs, written, fast)
 
-    def is_captured_wrong(
-        self, compiled: Callable[..., Any], example_inputs: Sequence[Any]
-    ) -> bool:
-        """Whether AOTAutograd's graphs compute something else than Dynamo's; that is contained.
-
-        :raises RegionError: the policy is to raise.
-        """
+    def capture_problem(self, compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> str:
+        """What AOTAutograd's graphs compute that Dynamo's doesn't; "" where nothing is found."""
         pipeline, settings = self.pipeline, self.session.settings
         if settings.verify == "off" or not pipeline.runners or several_ranks():
-            return False
+            return ""
         captured = self.capture_check_of(compiled)
         report = pipeline.runners[0].report
         problem = reason = ""
@@ -288,9 +296,7 @@ class GraphCall:
             reason = describe(error)
         if reason:
             report.notes.append(f"not held against Dynamo's own graph: {reason}")
-        if problem:
-            pipeline.contain_other_graph(problem)
-        return bool(problem)
+        return problem
 
     def _known_difference(self, captured: CaptureCheck, inputs: Sequence[Any]) -> str:
         """Where AOTAutograd's graphs part from Dynamo's, as the cost database has it or is told."""

@@ -1,22 +1,25 @@
-"""Rewrites of whole graphs: every plugin's in order, held against the graphs it was given."""
+"""Rewrites of whole graphs, Dynamo's first: every plugin's, held against the graphs before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule
 
 from fuseboard.board import Session
-from fuseboard.contracts import Fusion, GraphKind
-from fuseboard.errors import ContractError, LoweringError, PluginError, WrongValues
+from fuseboard.contracts import Fusion, GraphKind, Verdict
+from fuseboard.errors import CONTAINED, ContractError, LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
+from fuseboard.profile.judge.dynamo_rewrites import judge_dynamo_rewrites
 from fuseboard.profile.judge.rewrites import example_values, judge_rewrites
 from fuseboard.report.data import GraphReport
-from fuseboard.run.failure import Tripped
+from fuseboard.run.failure import Tripped, describe
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
+from fuseboard.torch_api.dynamo_graphs import copy_dynamos, drop_values, note_values
 
 
 class Rewriter:
@@ -40,44 +43,69 @@ class Rewriter:
 
         Where the settings name who decides the stage, nobody else is asked if that one answers.
         """
-        session = self._session
-        hook = "fuseboard_fuse"
+        session, hook = self._session, "fuseboard_fuse"
+        level = _Level(hook, copy_graph, self._judged, report, counter)
         if chosen := session.override("fuse"):
 
             def decide(own: GraphModule) -> list[Fusion] | None:
                 found = session.overriding(hook, graph=own, kind=kind, region=None)
                 return None if found is None else found[1]
 
-            rewritten = self._rewritten(graph, chosen, decide, report, counter)
+            rewritten = self._rewritten(graph, chosen, decide, level)
             if rewritten is not None:
                 return rewritten
         for plugin in session.with_hook(hook):
-            if plugin == chosen:
-                continue
-
-            def offer(own: GraphModule, plugin: str = plugin) -> list[Fusion] | None:
-                return session.call(hook, plugin, graph=own, kind=kind, region=None)  # type: ignore[no-any-return]
-
-            graph = self._rewritten(graph, plugin, offer, report, counter) or graph
+            if plugin != chosen:
+                arguments = {"kind": kind, "region": None}
+                offer = self._offer(level, plugin, arguments)
+                graph = self._rewritten(graph, plugin, offer, level) or graph
         return graph
 
+    def rewrite_dynamos(
+        self, graph: GraphModule, report: GraphReport, counter: FusionCounter
+    ) -> GraphModule:
+        """Dynamo's graph after the rewrites of every plugin, for AOTAutograd to capture."""
+        hook = "fuseboard_fuse_dynamo"
+        level = _Level(hook, copy_dynamos, self._judged_dynamos, report, counter)
+        plugins = self._session.with_hook(hook)
+        if not plugins:
+            return graph
+        current = copy_dynamos(graph)
+        try:
+            with torch_internals.real_tensors():
+                note_values(current, self._inputs())
+        except CONTAINED as error:  # the user's own, or a limit of fake tensors
+            report.notes.append(f"Dynamo's graph isn't rewritten: {describe(error)}")
+            return graph
+        for plugin in plugins:
+            offer = self._offer(level, plugin, {})
+            current = self._rewritten(current, plugin, offer, level) or current
+        if not any(one.applied for one in report.fusions):
+            return graph
+        drop_values(current)
+        return current
+
+    def _offer(self, level: _Level, plugin: str, arguments: dict[str, Any]) -> _Offer:
+        def offer(own: GraphModule) -> list[Fusion] | None:
+            answer: list[Fusion] | None = self._session.call(
+                level.hook, plugin, graph=own, **arguments
+            )
+            return answer
+
+        return offer
+
     def _rewritten(
-        self,
-        graph: GraphModule,
-        who: str,
-        offer: Callable[[GraphModule], list[Fusion] | None],
-        report: GraphReport,
-        counter: FusionCounter,
+        self, graph: GraphModule, who: str, offer: _Offer, level: _Level
     ) -> GraphModule | None:
         """The graph after the rewrites that are offered; None where none are, or they fail."""
-        limit_s = self._session.settings.hook_limit_s
-        own = copy_graph(graph)  # a rewrite that fails half way is dropped with it
+        report, limit_s = level.report, self._session.settings.hook_limit_s
+        own = level.copy(graph)  # a rewrite that fails half way is dropped with it
         try:
             with watching_guards(self._session, who, own, report.notes):
                 fusions = offer(own)
-                done = apply_fusions(own, fusions or [], who, counter, limit_s)
+                done = apply_fusions(own, fusions or [], who, level.counter, limit_s, level.hook)
             if any(one.applied for one in done):
-                self._judge(graph, own, who, report)
+                self._judge(graph, own, who, level)
         except (PluginError, LoweringError) as error:
             self._tripped(report, who, "fuse", error, "the graph without its rewrites")
             return None
@@ -87,7 +115,7 @@ class Rewriter:
         return own
 
     def _judge(
-        self, graph: GraphModule, rewritten: GraphModule, plugin: str, report: GraphReport
+        self, graph: GraphModule, rewritten: GraphModule, plugin: str, level: _Level
     ) -> None:
         """
         :raises WrongValues: the rewritten graph computes something else.
@@ -96,10 +124,32 @@ class Rewriter:
         if self._session.settings.verify == "off":
             return
         with torch_internals.real_tensors():
-            values = example_values(graph, self._inputs())
-            verdict = judge_rewrites(graph, rewritten, values)
+            verdict = level.judged(graph, rewritten)
         if isinstance(verdict, str):
-            report.notes.append(f"{plugin}'s rewrites aren't judged by value: {verdict}")
+            level.report.notes.append(f"{plugin}'s rewrites aren't judged by value: {verdict}")
         elif not verdict.ok:
             kind = WrongValues if verdict.by_value else ContractError
-            raise kind(plugin, "fuseboard_fuse", verdict.problem)
+            raise kind(plugin, level.hook, verdict.problem)
+
+    def _judged(self, graph: GraphModule, rewritten: GraphModule) -> Verdict | str:
+        return judge_rewrites(graph, rewritten, example_values(graph, self._inputs()))
+
+    def _judged_dynamos(self, graph: GraphModule, rewritten: GraphModule) -> Verdict | str:
+        return judge_dynamo_rewrites(graph, rewritten, self._inputs())
+
+
+_Offer = Callable[[GraphModule], list[Fusion] | None]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Graphs of one kind, and what is done with them.
+
+    :ivar judged: the verdict on a rewritten graph, from that before; a text where there is none.
+    """
+
+    hook: str
+    copy: Callable[[GraphModule], GraphModule]
+    judged: Callable[[GraphModule, GraphModule], Verdict | str]
+    report: GraphReport
+    counter: FusionCounter

@@ -121,7 +121,7 @@ class Pipeline:
         self.capture_decision: StoredDecision | None = None
         #: A record of each graph, in that order, where another process is to get them; else None.
         self.records: list[Record] | None = None
-        # What tripped before there was a graph: noted in the report of the first.
+        # What happened before there was a graph: it goes into the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
     def contain_at_capture(self, plugin: str, error: Exception) -> None:
@@ -130,6 +130,27 @@ class Pipeline:
         :raises RegionError: the policy is to raise.
         """
         self._tripped(self._at_capture, plugin, "capture", error, "the next backend's level")
+
+    def rewrite_dynamos(self, graph: GraphModule) -> GraphModule:
+        """Dynamo's graph as AOTAutograd is to capture it: the same one if nothing is rewritten."""
+        report = self._at_capture
+        with compile_lock:
+            return self.rewriter.rewrite_dynamos(graph, report, self._fusion_counter(report))
+
+    def contain_rewritten_graph(self, problem: str) -> None:
+        """AOTAutograd can't capture Dynamo's graph as it was rewritten, or it is another one.
+
+        :raises RegionError: the policy is to raise.
+        """
+        report = self.runners[0].report if self.runners else self._report("inference")
+        plugins = dict.fromkeys(one.plugin for one in report.fusions if one.applied)
+        why = "compiled again, without rewrites of Dynamo's graph"
+        ledger.add(report)
+        for plugin in plugins:
+            error = WrongValues(plugin, "fuseboard_fuse_dynamo", problem)
+            self._tripped(report, plugin, "fuse", error, "Dynamo's graph without its rewrites")
+        for runner in self.runners:
+            give_up(runner, why, problem)
 
     def contain_refused_graph(self, error: BaseException) -> None:
         """AOTAutograd can't capture the graph, which then runs as Dynamo has it.
@@ -166,7 +187,7 @@ class Pipeline:
             report = self._report("joint")
             ledger.add(report)
             with report.timed("fuse"):
-                joint = self._rewrite(joint, "joint", report, self._fusion_counter())
+                joint = self._rewrite(joint, "joint", report, self._fusion_counter(report))
             with report.timed("partition"):
                 return self._split(
                     report,
@@ -238,7 +259,7 @@ class Pipeline:
     def _begin(self, captured: GraphModule, kind: GraphKind, report: GraphReport) -> StagedGraph:
         """Fuse the graph as a whole, and ask who wants what of it."""
         graph = copy_graph(captured)
-        counter = self._fusion_counter()
+        counter = self._fusion_counter(report)
         if kind == "inference":
             with report.timed("fuse"):
                 graph = self._rewrite(graph, kind, report, counter)
@@ -393,9 +414,10 @@ class Pipeline:
     def _notify(self, name: EventName, report: GraphReport, seconds: float, **details: Any) -> None:
         self.session.notify(Event(name, report.name, seconds, details))
 
-    def _fusion_counter(self) -> FusionCounter:
-        settings = self.session.settings
-        return FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip))
+    def _fusion_counter(self, report: GraphReport) -> FusionCounter:
+        """It goes on from the fusions of Dynamo's graph, which the first graph's report has."""
+        settings, offered = self.session.settings, len(report.fusions)
+        return FusionCounter(settings.fuse_limit, frozenset(settings.fuse_skip), offered)
 
     def _tripped(
         self, report: GraphReport, plugin: str, stage: Stage, error: BaseException, instead: str
@@ -416,6 +438,8 @@ class Pipeline:
         report = GraphReport(next_name(kind), kind, self.frame, self.number, backends)
         report.left_out.update(self.session.left_out())
         report.notes.extend(self.session.notes)
-        report.trips.extend(self._at_capture.trips)
-        self._at_capture.trips.clear()
+        for name in ("trips", "notes", "fusions"):
+            found = getattr(self._at_capture, name)
+            getattr(report, name).extend(found)
+            found.clear()
         return report

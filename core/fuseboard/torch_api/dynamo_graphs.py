@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from fuseboard.errors import LoweringError
+from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.graphs import constants_from_bytes, constants_to_bytes
 
 #: Where Dynamo notes what kind of static input a placeholder is: on the tensor it stands for.
@@ -103,6 +105,78 @@ def _lean(graph: GraphModule) -> GraphModule:
 
 def _name_of(kind: Any) -> str:
     return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# --- to be rewritten ------------------------------------------------------------------------------
+
+#: What AOTAutograd looks for on a graph of Dynamo's and on its placeholders.
+_OF_GRAPHS, _OF_PLACEHOLDERS = ("_param_name_to_source",), ("_dynamo_source",)
+
+
+def copy_dynamos(graph: GraphModule) -> GraphModule:
+    """A copy that AOTAutograd captures as it would the graph."""
+    copy = copy_graph(graph)
+    copy.meta.update(graph.meta)
+    for name in _OF_GRAPHS:
+        if hasattr(graph, name):
+            object.__setattr__(copy, name, getattr(graph, name))
+    pairs = [one.graph.find_nodes(op="placeholder") for one in (graph, copy)]
+    for node, own in zip(*pairs, strict=True):
+        for name in _OF_PLACEHOLDERS:
+            if hasattr(node, name):
+                setattr(own, name, getattr(node, name))
+    return copy
+
+
+def note_values(graph: GraphModule, inputs: Sequence[Any]) -> None:
+    """Give each node its fake value as ``val``.
+
+    :param inputs: real ones, which the values are made from where Dynamo's aren't there any more.
+        They are then of plain sizes.
+    """
+    nodes = list(graph.graph.nodes)
+    if any("example_value" not in node.meta for node in nodes if node.op.startswith("call")):
+        values = _Values(graph, inputs).values
+    else:
+        values = {node: node.meta.get("example_value") for node in nodes}
+    for node in nodes:
+        node.meta["val"] = values.get(node)
+
+
+def fake_results(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """What a graph returns for inputs, as fake values of plain sizes.
+
+    :param inputs: real ones.
+    """
+    end = graph.graph.output_node()
+    return tree_leaves(_Values(graph, inputs).values[end])
+
+
+def drop_values(graph: GraphModule) -> None:
+    """Leave a graph as Dynamo does."""
+    for node in graph.graph.nodes:
+        node.meta.pop("val", None)
+
+
+class _Values(torch.fx.Interpreter):
+    """Each node's fake value, from fake inputs of its own."""
+
+    def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        super().__init__(graph)
+        self.values: dict[torch.fx.Node, Any] = {}
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [
+            mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one
+            for one in inputs
+        ]
+        with mode:
+            self.run(*fakes, enable_io_processing=False)
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self.values[n] = result = super().run_node(n)
+        return result
 
 
 # --- there ----------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class StoredDecision:
         try:
             parts = graph_parts(graph, kind, sorted(static))
             parts["backends"] = "; ".join(_backends(session))
+            parts["rewriters"] = "; ".join(_rewriters(session))
             parts["settings"] = _settings(session)
         except NotCacheable as error:
             report.notes.append(f"its decision isn't kept: {error}")
@@ -110,6 +111,7 @@ class StoredDecision:
             parts = call_parts(graph, inputs, sorted(static))
             parts["around the call"] = around
             parts["backends"] = "; ".join(_backends(session))
+            parts["rewriters"] = "; ".join(_rewriters(session))
             parts["settings"] = _settings(session)
         except NotCacheable:
             return cls(costs, None, report, "call")
@@ -188,17 +190,25 @@ class StoredDecision:
 
 def _backends(session: Session) -> list[str]:
     """Each backend with all that its code may depend on."""
+    return [_described(session, info.name, info.fingerprint) for info in session.backends]
+
+
+def _rewriters(session: Session) -> list[str]:
+    """The plugins that rewrite or wrap and aren't backends, with all that their code depends on."""
+    hooks = ("fuseboard_fuse_dynamo", "fuseboard_fuse", "fuseboard_wrap")
+    backends = {info.name for info in session.backends}
+    names = dict.fromkeys(name for hook in hooks for name in session.with_hook(hook))
     return [
-        " ".join(
-            [
-                info.name,
-                info.fingerprint,
-                code_hash(home) if (home := session.home(info.name)) else "",
-                plugin_options_text(session.options(info.name)),
-            ]
-        )
-        for info in session.backends
+        _described(session, name, session.fingerprint(name))
+        for name in names
+        if name not in backends
     ]
+
+
+def _described(session: Session, plugin: str, fingerprint: str) -> str:
+    home = session.home(plugin)
+    code = code_hash(home) if home is not None else ""
+    return f"{plugin} {fingerprint} {code} {plugin_options_text(session.options(plugin))}"
 
 
 def _settings(session: Session) -> str:

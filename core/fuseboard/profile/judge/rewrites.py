@@ -18,13 +18,20 @@ from torch.fx.node import map_aggregate, map_arg
 
 from fuseboard.contracts import Verdict
 from fuseboard.ops.estimate import is_view, value_bytes
-from fuseboard.profile.judge.reference import make_reference, replayable, run_eager
+from fuseboard.profile.judge.reference import (
+    Reference,
+    make_reference,
+    replayable,
+    run_eager,
+)
 from fuseboard.profile.judge.replays import why_it_writes
 from fuseboard.profile.judge.values import judge
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api.copies import graph_module, part_of_graph
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
 
+#: What takes memory, in a message.
+LEADING = "running what comes before them"
 #: Of the free memory, what running a graph may take.
 MEMORY_SHARE = 0.5
 
@@ -53,7 +60,7 @@ def judge_rewrites(
     :param before: with the same inputs and outputs as ``after``; neither is changed.
     :param inputs: of both, real tensors and plain numbers. They aren't written to.
     """
-    if problem := _other_ends(before, after):
+    if problem := other_ends(before, after):
         return Verdict(False, problem)
     if (problem := why_it_writes(after)) and not why_it_writes(before):
         return Verdict(False, f"the rewritten graph isn't functional: {problem}")
@@ -65,8 +72,8 @@ def judge_rewrites(
     if reason := replayable(before) or replayable(change.after):
         return reason
     first = before.graph.find_nodes(op="placeholder")
-    leading = _part(before, first, change.inputs, first)
-    if reason := why_no_room("running what comes before them", [leading]):
+    leading = part_computing(before, first, change.inputs, first)
+    if reason := why_no_room(LEADING, [leading]):
         return reason
     try:
         values = run_eager(leading, inputs)
@@ -77,6 +84,11 @@ def judge_rewrites(
         results = run_eager(change.after, values)
     except Exception as error:  # an op may raise anything
         return Verdict(False, f"what was rewritten raises {type(error).__name__}: {error}")
+    return first_difference(change, reference, results)
+
+
+def first_difference(change: Change, reference: Reference, results: Sequence[Any]) -> Verdict:
+    """Whether what a changed part computes is right; else which of its results isn't."""
     for number, (node, result) in enumerate(zip(change.outputs, results, strict=True)):
         verdict = judge(reference.of([number]), [result])
         if not verdict.ok:
@@ -117,8 +129,8 @@ def changed(before: GraphModule, after: GraphModule) -> Change | None:
     return Change(
         inputs,
         old_outputs,
-        _part(before, inputs, old_outputs, twins),
-        _part(after, [twins[node] for node in inputs], new_outputs, given),
+        part_computing(before, inputs, old_outputs, twins),
+        part_computing(after, [twins[node] for node in inputs], new_outputs, given),
     )
 
 
@@ -211,7 +223,7 @@ def _drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 # --- what differs ---------------------------------------------------------------------------------
 
 
-def _other_ends(before: GraphModule, after: GraphModule) -> str:
+def other_ends(before: GraphModule, after: GraphModule) -> str:
     """What is wrong with the inputs and outputs of a rewritten graph; "" if nothing is."""
     old, new = ([n.name for n in g.graph.find_nodes(op="placeholder")] for g in (before, after))
     if old != new:
@@ -281,7 +293,7 @@ def _upstream(outputs: Sequence[Node], given: Collection[Node]) -> set[Node]:
     return found
 
 
-def _part(
+def part_computing(
     graph: GraphModule,
     inputs: Sequence[Node],
     outputs: Sequence[Node],

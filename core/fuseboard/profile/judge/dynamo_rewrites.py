@@ -1,0 +1,97 @@
+"""Whether rewrites of Dynamo's graph keep its values.
+
+What was changed is run both ways, on the values of the call that is compiled. The float64 run needs
+ops of ATen, so the part as it was is traced first. Gradients are held against Dynamo's graph with
+all that AOTAutograd makes of the rewritten one (:mod:`fuseboard.capture.comparison`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseboard.contracts import Verdict
+from fuseboard.errors import CONTAINED
+from fuseboard.profile.judge.reference import make_reference
+from fuseboard.profile.judge.replays import generators_put_back, replayable
+from fuseboard.profile.judge.rewrites import (
+    LEADING,
+    changed,
+    first_difference,
+    other_ends,
+    part_computing,
+    why_no_room,
+)
+from fuseboard.profile.judge.verify import misplaced
+from fuseboard.torch_api.dynamo_graphs import fake_results
+from fuseboard.torch_api.symbols import in_the_example, why_unknown
+
+
+def judge_dynamo_rewrites(
+    before: GraphModule, after: GraphModule, inputs: Sequence[Any]
+) -> Verdict | str:
+    """Run what differs between two graphs of Dynamo's both ways; a text if it can't be judged.
+
+    :param before: with the same inputs and outputs as ``after``; nodes have fake values in ``val``.
+    :param inputs: of both, real. They aren't written to.
+    """
+    if problem := other_ends(before, after):
+        return Verdict(False, problem)
+    change = changed(before, after)
+    if change is None:
+        return Verdict(True)
+    values = [None if why_unknown(value) else in_the_example(value) for value in inputs]
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    if any(isinstance(value, torch.Tensor) and type(value) not in kinds for value in values):
+        return "an input is a tensor of a class of its own"
+    if problem := _other_forms(before, after, values):
+        return Verdict(False, problem)
+    first = before.graph.find_nodes(op="placeholder")
+    if len(first) != len(values):
+        return "the values of its inputs aren't known when it is compiled"
+    leading = part_computing(before, first, change.inputs, first)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    copied = sum(value.untyped_storage().nbytes() for value in tensors)
+    if reason := why_no_room(LEADING, [leading], copied):
+        return reason
+    with torch.no_grad(), generators_put_back():
+        try:
+            # What the user's code writes to are copies.
+            copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+            read = list(leading(*copies))
+            traced = make_fx(change.before, tracing_mode="real")(*read)
+        except CONTAINED as error:  # eager raises it, too
+            return f"{type(error).__name__}: {error}"
+        if reason := replayable(traced):
+            return reason
+        reference = make_reference(traced, read)
+        try:
+            results = change.after(*read)
+        except CONTAINED as error:
+            return Verdict(False, f"what was rewritten raises {type(error).__name__}: {error}")
+    return first_difference(change, reference, results)
+
+
+def _other_forms(before: GraphModule, after: GraphModule, values: Sequence[Any]) -> str:
+    """What is wrong with the form of a rewritten graph's results; "" if nothing is known to be."""
+    try:
+        wanted = fake_results(before, values)
+    except CONTAINED:  # the user's own error, or a limit of fake tensors
+        return ""
+    try:
+        found = fake_results(after, values)
+    except CONTAINED as error:
+        return f"the rewritten graph raises {type(error).__name__}: {error}"
+    for number, (want, got) in enumerate(zip(wanted, found, strict=True)):
+        if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
+            continue
+        forms = [(one.dtype, tuple(one.shape), one.requires_grad) for one in (want, got)]
+        if forms[0] != forms[1]:
+            return f"output {number} is {forms[1]}, not {forms[0]}: dtype, shape, requires_grad"
+        if problem := misplaced(want, got):
+            return f"output {number} {problem}"
+    return ""

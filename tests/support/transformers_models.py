@@ -1,0 +1,95 @@
+"""Tiny models of the transformers library with attention written out; weights are drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _text(padded: bool = True) -> dict[str, Any]:
+    """Two sentences, one of them padded: the mask matters."""
+    ids = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, 8:] = 0
+    return {"input_ids": ids, "attention_mask": mask} if padded else {"input_ids": ids}
+
+
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+_DENSE = {**_SMALL, "intermediate_size": 37, "vocab_size": 99, "pad_token_id": 0}
+_LLAMAS = {**_DENSE, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_NO_CACHE = {"use_cache": False}
+_IMAGES = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))}
+_SOUND = {"input_features": torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(3))}
+_BART = {
+    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 37 for part in ("encoder", "decoder")},
+    **{"d_model": 32, "vocab_size": 99, "max_position_embeddings": 64, "dropout": 0.0},
+}
+_GPT2 = {
+    **{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64},
+    **{"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    **{"bos_token_id": 1, "eos_token_id": 1},
+}
+_T5 = {
+    **{"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 37},
+    **{"vocab_size": 99, "dropout_rate": 0.0},
+}
+_SWIN = {
+    **{"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4]},
+    **{"window_size": 4, "drop_path_rate": 0.0},
+}
+_WHISPER = {
+    **{"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 37},
+    **{"num_mel_bins": 8, "max_source_positions": 32},
+}
+_DISTIL = {
+    **{"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37, "vocab_size": 99},
+    **{"dropout": 0.0, "attention_dropout": 0.0},
+}
+
+#: Name → (configuration, model, its fields, inputs, how many attentions it has).
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
+    "bert": ("BertConfig", "BertModel", {**_DENSE, **_NO_DROPOUT}, _text(), 2),
+    "roberta": ("RobertaConfig", "RobertaModel", {**_DENSE, **_NO_DROPOUT}, _text(), 2),
+    "albert": (
+        "AlbertConfig",
+        "AlbertModel",
+        {**_DENSE, **_NO_DROPOUT, "embedding_size": 16},
+        _text(),
+        2,
+    ),
+    "distilbert": ("DistilBertConfig", "DistilBertModel", _DISTIL, _text(), 2),
+    "gpt2": ("GPT2Config", "GPT2Model", _GPT2, {**_text(), **_NO_CACHE}, 2),
+    "llama": ("LlamaConfig", "LlamaModel", _LLAMAS, {**_text(), **_NO_CACHE}, 2),
+    "mistral": ("MistralConfig", "MistralModel", _LLAMAS, {**_text(), **_NO_CACHE}, 2),
+    "phi": ("PhiConfig", "PhiModel", _LLAMAS, {**_text(), **_NO_CACHE}, 2),
+    "t5": ("T5Config", "T5EncoderModel", _T5, _text(), 2),
+    "bart": ("BartConfig", "BartModel", _BART, {**_text(), **_NO_CACHE}, 6),
+    "vit": (
+        "ViTConfig",
+        "ViTModel",
+        {**_SMALL, "intermediate_size": 37, "image_size": 32, "patch_size": 8},
+        _IMAGES,
+        2,
+    ),
+    "swin": ("SwinConfig", "SwinModel", _SWIN, _IMAGES, 3),
+    "whisper": ("WhisperConfig", "WhisperEncoder", _WHISPER, _SOUND, 2),
+}
+
+#: Models whose masks are learned: in training these need gradients, which no fused kernel gives.
+LEARNED_MASKS = frozenset({"t5", "swin"})
+
+
+def eager_model(name: str) -> tuple[torch.nn.Module, dict[str, Any], int]:
+    """A model whose attention is written out, inputs for it, and its number of attentions."""
+    import transformers
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    config, kind, fields, inputs, count = MODELS[name]
+    torch.manual_seed(0)
+    own = WhisperEncoder if kind == "WhisperEncoder" else getattr(transformers, kind)
+    made = own._from_config(getattr(transformers, config)(**fields), attn_implementation="eager")
+    return made, inputs, count
