@@ -142,7 +142,7 @@ def test_a_backward_under_another_autocast(winner):
         pytest.param(
             "checkpoint",
             marks=pytest.mark.xfail(
-                reason="Dynamo doesn't trace a mode into the body of a checkpoint", strict=False
+                reason="Dynamo doesn't trace a mode into the body of a checkpoint"
             ),
         ),
     ],

@@ -26,8 +26,7 @@ NAMES = {
 #: Backends that compile quickly, so that all that they make of a graph is tried in a case's calls.
 QUICK = ["mkldnn", "onnxruntime", "eager"]
 
-#: What AOTAutograd or Dynamo does otherwise than eager, and the board doesn't mend yet. Where
-#: Dynamo's own graph is chosen some are right, so that these may pass.
+#: What Dynamo does otherwise than eager, and the board can't mend.
 KNOWN = {
     "case_15_function_mode": "Dynamo doesn't trace a mode into the body of a checkpoint",
 }
@@ -36,7 +35,7 @@ KNOWN = {
 def case(*values: str) -> object:
     """The parameters of one case, whose name is the last."""
     reason = KNOWN.get(values[-1])
-    marks = [pytest.mark.xfail(reason=reason, strict=False)] if reason else []
+    marks = [pytest.mark.xfail(reason=reason)] if reason else []
     return pytest.param(*values, marks=marks)
 
 
@@ -104,6 +103,23 @@ def test_case_with_mkldnn(modules, file, name):
 def test_case_that_chooses(modules, name):
     """While candidates are tried, and when one was chosen."""
     run(modules, "cases_surroundings", name, QUICK, measure_s=0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_measured")
+@every_case
+def test_case_that_settles_in_its_first_call(modules, file, name):
+    """What was compiled answers from the first call on."""
+    run(modules, file, name, QUICK, settle="first_call", measure_s=0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_measured")
+@pytest.mark.parametrize("backend", ["eager", "mkldnn", "onnxruntime"])
+@pytest.mark.parametrize("name", [case(name) for name in NAMES["cases_surroundings"]])
+def test_case_with_one_backend_alone(modules, name, backend):
+    """Nothing else answers what it declines, but eager."""
+    run(modules, "cases_surroundings", name, [backend])
 
 
 @pytest.mark.slow
