@@ -156,7 +156,7 @@ def test_register_refuses_a_plugin_that_breaks_a_rule(liar, reason):
         board.register(liar(), "liar")
     assert reason in str(caught.value)
     assert "plugin 'liar'" in str(caught.value)
-    assert board.names() == ["defaults", "eager"]
+    assert board.names() == ["attention", "defaults", "eager"]
 
 
 def test_a_backend_that_gives_no_reason_for_being_unavailable():
@@ -242,6 +242,8 @@ LIES = [
     ("sampler", FakeSampler(python_frames=None), "python_frames is None of type NoneType"),
     ("decompositions", ["aten.relu"], "the answer is ['aten.relu'] of type list"),
     ("decompositions", {"aten.relu": 3}, "what decomposes aten.relu is 3 of type int"),
+    ("fuse_dynamo", (fusion("relu"),), "it isn't a list"),
+    ("fuse_dynamo", [fusion("mul")], "node 'mul' isn't in the graph"),
     ("fuse", (fusion("relu"),), "it isn't a list"),
     ("fuse", [fusion("relu"), "add"], "item 1 is 'add' of type str, not Fusion"),
     ("fuse", [fusion("mul")], "node 'mul' isn't in the graph"),
