@@ -200,6 +200,7 @@ def fusion(*nodes: str, name: str = "f") -> Fusion:
 GRAPH = a_graph()
 ASK = {
     "fuseboard_decompositions": {"kind": "joint"},
+    "fuseboard_fuse_dynamo": {"graph": GRAPH},
     "fuseboard_fuse": {"graph": GRAPH, "kind": "joint", "region": None},
     "fuseboard_partition_joint": {
         "joint": GRAPH,
@@ -316,6 +317,7 @@ def test_a_wrong_answer_is_a_contract_error(hook, lie, problem):
 
 RIGHT = [
     ("decompositions", {torch.ops.aten.relu.default: lambda x: x}),
+    ("fuse_dynamo", [fusion("relu"), fusion("add", name="g")]),
     ("fuse", [fusion("relu"), fusion("add", name="g")]),
     ("partition_joint", (GRAPH, GRAPH)),
     ("claim", [Claim(frozenset({"relu", "add"}), frozenset({"add"})), Decline("x", "an input")]),
