@@ -174,6 +174,20 @@ def test_constants_count_by_content():
     assert first["graph"] != second["graph"]
 
 
+def test_what_is_in_control_flow_counts():
+    """torch doesn't say that its control flow may be cached; all of it is in its graphs."""
+
+    def either(other):
+        return lambda x: torch.cond(x.sum() > 0, torch.sin, other, (x,))
+
+    first, second, same = (
+        parts_of(region_of(either(other), torch.randn(3)))
+        for other in (torch.cos, torch.tanh, torch.cos)
+    )
+    assert first["graph"] != second["graph"]
+    assert first["graph"] == same["graph"]
+
+
 def test_static_inputs_and_wholeness_are_parts():
     """Each by itself."""
     plain = parts_of(region_of(torch.relu, torch.randn(3)))

@@ -78,9 +78,9 @@ class Lowering:
     :ivar strict: a failure is raised, and isn't contained.
     :ivar defers: what takes long raises :class:`Deferred` instead.
     :ivar ready: what was deferred, and is compiled now.
-    :ivar carried: by signature: graphs of regions that another process has decomposed. Where it is
-        given, nothing is traced here, nor compiled that should be in the cache, nor held against
-        what that process has held it against.
+    :ivar carried: by signature: graphs of regions that another process has decomposed, None for
+        those that it left as they were. Where it is given, nothing is traced here, nor compiled
+        that should be in the cache, nor held against what that process has held it against.
     :ivar decomposed: where to keep graphs that are decomposed, by signature, for another process.
     :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
         that one is asked there alone.
@@ -97,8 +97,8 @@ class Lowering:
     strict: bool = False
     defers: bool = False
     ready: Mapping[Token, LoweringResult] = field(default_factory=dict)
-    carried: Mapping[str, GraphModule] | None = None
-    decomposed: dict[str, GraphModule] | None = None
+    carried: Mapping[str, GraphModule | None] | None = None
+    decomposed: dict[str, GraphModule | None] | None = None
     overridden: set[Decided] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -341,20 +341,18 @@ class Lowering:
         )
 
     def _decomposed(self, region: Region) -> GraphModule:
+        if self.carried is not None:  # no need to load what a backend decomposes with
+            if region.signature not in self.carried:
+                raise LoweringError(f"{region.name} was cut otherwise elsewhere")
+            return copy_graph(self.carried[region.signature] or region.graph)
         graph = copy_graph(region.graph)
         table = self.session.call(
             "fuseboard_decompositions", region.backend, kind=self.kind, options=region.options
         )
-        if not table:
-            return graph
-        if self.carried is not None:
-            try:
-                return copy_graph(self.carried[region.signature])
-            except KeyError:
-                raise LoweringError(f"{region.name} was cut otherwise elsewhere") from None
-        graph = decompose(graph, table)
+        if table:
+            graph = decompose(graph, table)
         if self.decomposed is not None:
-            self.decomposed[region.signature] = copy_graph(graph)
+            self.decomposed[region.signature] = copy_graph(graph) if table else None
         return graph
 
     def _fuse(self, graph: GraphModule, region: Region) -> _Fused:

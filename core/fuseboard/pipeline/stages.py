@@ -83,7 +83,7 @@ class Record:
 
     staged: StagedGraph
     runner: Runner
-    decomposed: dict[str, GraphModule] = dataclasses.field(default_factory=dict)
+    decomposed: dict[str, GraphModule | None] = dataclasses.field(default_factory=dict)
     overridden: set[Decided] = dataclasses.field(default_factory=set)
     plan: Plan | None = None
 

@@ -83,6 +83,12 @@ def _constants(graph: GraphModule, prefix: str) -> Iterator[tuple[str, torch.Ten
             yield f"{prefix}{node.target}", held.detach()
 
 
+#: Control flow: torch says of none of these whether it is all in its arguments, and it is.
+_CONTROL_FLOW = frozenset(
+    {"cond", "while_loop", "scan", "map_impl", "associative_scan", "wrap_with_set_grad_enabled"}
+)
+
+
 def cacheable(operator: Any) -> bool:
     """Whether all that a higher-order operator does is in its arguments and the graphs among them.
 
@@ -91,5 +97,7 @@ def cacheable(operator: Any) -> bool:
     """
     if "triton" in getattr(operator, "__module__", "") or "triton" in str(operator):
         return False
+    if getattr(operator, "__name__", "") in _CONTROL_FLOW:
+        return True
     known = getattr(operator, "cacheable", None)
     return bool(known()) if callable(known) else False

@@ -51,7 +51,8 @@ class _CarriedGraph:
     :ivar visible: how many leading outputs the caller sees; None: all.
     :ivar runs_original: in eager it runs best as Dynamo has it.
     :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
-    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature.
+    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; None
+        for those that weren't.
     :ivar overridden: where who decides a stage by the settings did so.
     """
 
@@ -66,7 +67,7 @@ class _CarriedGraph:
     visible: int | None
     runs_original: bool
     fusions_offered: int
-    decomposed: dict[str, bytes]
+    decomposed: dict[str, bytes | None]
     overridden: frozenset[Decided]
     report: GraphReport
 
@@ -149,7 +150,9 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
         runs_original=runner.uncompiled is not runner.captured.eager,
         fusions_offered=staged.counter.offered,
         decomposed={
-            name: _bytes_of(graph) for name, graph in record.decomposed.items() if name in used
+            name: None if graph is None else _bytes_of(graph)
+            for name, graph in record.decomposed.items()
+            if name in used
         },
         overridden=frozenset(one for one in record.overridden if one[1] in used),
         report=staged.report,
@@ -241,7 +244,10 @@ def _run(
         hoisting=settings.hoist and carried.kind == "inference",
         real=_real_inputs(placeholders, carried, inputs),
         strict=True,
-        carried={name: _graph_from(one) for name, one in carried.decomposed.items()},
+        carried={
+            name: None if one is None else _graph_from(one)
+            for name, one in carried.decomposed.items()
+        },
         overridden=set(carried.overridden),
     )
     cuts = cut_regions(graph, carried.placements, kept, carried.regions, settings.merge_regions)
