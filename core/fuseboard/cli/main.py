@@ -26,6 +26,7 @@ COMMANDS = (
     "cache",
     "costs",
     "explain",
+    "passes",
     "export",
     "memory",
     "profile",
