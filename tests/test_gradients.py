@@ -357,6 +357,16 @@ def test_a_hook_isn_t_called_with_none():
         torch.testing.assert_close(w.grad, 2 * w)
 
 
+def test_compiled_autograd_has_zeros_where_gradients_are_missing():
+    """It traces AOTAutograd's own backward, which can't do without them."""
+    fn = compiled(apart)
+    for _ in range(2):
+        x, w = leaf(3), leaf(3, seed=1)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="fuseboard")):
+            fn(x, w)[1].sum().backward()
+        torch.testing.assert_close(w.grad, 2 * w)
+
+
 def test_a_missing_gradient_in_a_gradient_s_gradient():
     """Both at once."""
     fn = compiled(apart)

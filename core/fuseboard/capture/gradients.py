@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 
 _MODES = tuple(part for part in ANSWER_PARTS if "autocast" in part.name)
 
+Run = Callable[..., Any]
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -73,36 +75,37 @@ class Gradients:
             self._form = aot_functions.form_of(function)
         except aot_functions.UnknownForm as why:
             self.why_not = self.why_not or str(why)
-        own_forward, own_backward = function.forward, function.backward
+        function.forward = staticmethod(partial(self._forward, function.forward))
+        function.backward = staticmethod(partial(self._gradients, function.backward))
+        if (key := getattr(function, "_compiled_autograd_key", None)) is not None:
+            function._compiled_autograd_key = staticmethod(partial(_with_zeros, key))
 
-        def forward(context: Any, *args: Any) -> Any:
-            call = _Call(args, self._draws)
-            results = own_forward(context, *args)
-            if self._form is not None:
-                call.forms = {i: _form(results[i]) for i in self._form.with_gradient}
-                context.set_materialize_grads(False)
-            context.fuseboard_call = call
-            return results
+    def _forward(self, own: Run, context: Any, *args: Any) -> Any:
+        call = _Call(args, self._draws)
+        results = own(context, *args)
+        if self._form is not None:
+            call.forms = {i: _form(results[i]) for i in self._form.with_gradient}
+            context.set_materialize_grads(False)
+        context.fuseboard_call = call
+        return results
 
-        def backward(context: Any, *values: Any) -> Any:
-            boxed = len(values) == 1 and isinstance(values[0], list)
-            gradients = list(values[0] if boxed else values)
-            if boxed:
-                values[0].clear()  # each is freed as soon as nobody needs it
-            call: _Call = context.fuseboard_call
+    def _gradients(self, own: Run, context: Any, *values: Any) -> Any:
+        boxed = len(values) == 1 and isinstance(values[0], list)
+        gradients = list(values[0] if boxed else values)
+        if boxed:
+            values[0].clear()  # each is freed as soon as nobody needs it
+        call: _Call = context.fuseboard_call
 
-            def first(given: list[Any]) -> Any:
-                return own_backward(context, given) if boxed else own_backward(context, *given)
+        def first(given: list[Any]) -> Any:
+            return own(context, given) if boxed else own(context, *given)
 
-            if torch.is_grad_enabled():
-                return self._differentiable(call, gradients, first)
-            missing = call.fill(gradients, self._form)
-            results = self._without(missing, first(gradients), call)
-            if not aot_functions.keeps_graph():
-                call.forget()
-            return results
-
-        function.forward, function.backward = staticmethod(forward), staticmethod(backward)
+        if torch.is_grad_enabled():
+            return self._differentiable(call, gradients, first)
+        missing = call.fill(gradients, self._form)
+        results = self._without(missing, first(gradients), call)
+        if not aot_functions.keeps_graph():
+            call.forget()
+        return results
 
     def unfit(self, args: Sequence[Any]) -> str:
         """Why Dynamo's own graph has to answer a call; "" if it hasn't."""
@@ -219,6 +222,12 @@ class Gradients:
         )
 
 
+def _with_zeros(own_key: Run, context: Any) -> Any:
+    """Compiled autograd asks before it traces AOTAutograd's graph, which wants zeros for None."""
+    context.set_materialize_grads(True)
+    return own_key(context)
+
+
 class _Refused(torch.autograd.Function):
     """Values as they are, which seem to be computed from all that comes after them."""
 
@@ -247,12 +256,16 @@ class _Call:
     __slots__ = ("_inputs", "_versions", "drawn", "forms")
 
     def __init__(self, inputs: Sequence[Any], may_draw: bool) -> None:
-        weak = torch_internals.saved_tensor_hooks_are_set()
-        self._inputs: list[Any] | None = [
-            weakref.ref(a) if weak and isinstance(a, torch.Tensor) and not a.is_leaf else a
-            for a in inputs
-        ]
-        self._versions = [_version(a) for a in inputs]
+        self._inputs: Sequence[Any] | None = inputs
+        if torch_internals.saved_tensor_hooks_are_set():
+            self._inputs = [
+                weakref.ref(a) if isinstance(a, torch.Tensor) and not a.is_leaf else a
+                for a in inputs
+            ]
+        try:  # in every call, of hundreds of weights: mostly tensors that have versions
+            self._versions = [a._version for a in inputs]
+        except (AttributeError, RuntimeError):
+            self._versions = [_version(a) for a in inputs]
         self.drawn = torch.get_rng_state() if may_draw else None
         self.forms: dict[int, _Form] = {}
 
