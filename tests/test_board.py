@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 import fuseboard
 from fuseboard import hookspecs
-from fuseboard.board import Board, answers, registration, session
+from fuseboard.board import Board, answers, registration, selection, session
 from fuseboard.config import resolve
 from fuseboard.contracts import Event, Verdict
 from fuseboard.errors import LoweringError, PluginError, RegistrationError, SettingsError
@@ -166,7 +166,7 @@ def test_an_unknown_backend_reads_well(monkeypatch):
         "backends = ['quik'], set in torch.compile(options=): no plugin named 'quik'. "
         "Did you mean 'quick'? Installed: a_slow, attention, eager, quick, slow, watcher."
     )
-    monkeypatch.setattr(session, "_extras", lambda: ["tvm"])
+    monkeypatch.setattr(selection, "_extras", lambda: ["tvm"])
     text = settings_error(three_backends(), backends=["tvm"])
     assert text.endswith("Try: pip install 'fuseboard[tvm]'.")
 
@@ -713,7 +713,7 @@ def test_the_board_knows_every_hook():
     hooks = {name for name in vars(manager.hook) if not name.startswith("_")}
     assert hooks == set(registration.STAGE_OF)
     assert hooks == set(answers._CHECKERS)
-    assert hooks == set(session.ARGUMENTS)
+    assert hooks == set(selection.ARGUMENTS)
 
 
 def test_the_default_stages_answer_with_what_the_contract_asks():

@@ -199,7 +199,7 @@ def test_the_knapsack_is_the_one_asked_for(knapsack, monkeypatch):
 
 def test_ilp_asks_for_scipy(monkeypatch):
     """Before anything is compiled, with where it was set and what to install."""
-    monkeypatch.setattr("fuseboard.board.session.find_spec", lambda name: None)
+    monkeypatch.setattr("fuseboard.board.selection.find_spec", lambda name: None)
     with (
         fuseboard.settings(knapsack="ilp", backends=["eager"]),
         pytest.raises(fuseboard.SettingsError) as caught,

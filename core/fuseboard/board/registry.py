@@ -23,7 +23,8 @@ from fuseboard.board.registration import (
     examine,
     in_default_order,
 )
-from fuseboard.board.session import NEEDED, Session
+from fuseboard.board.selection import NEEDED
+from fuseboard.board.session import Session
 from fuseboard.config.layers import resolve
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
