@@ -22,7 +22,7 @@ from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError,
 from fuseboard.profile.judge.copies import Copies, KeptCopies, WriteWatch
 from fuseboard.profile.judge.divergence import first_divergence
 from fuseboard.profile.judge.reference import Reference, make_reference, replayable
-from fuseboard.profile.judge.replays import why_it_writes
+from fuseboard.profile.judge.replays import generators_put_back, why_it_writes
 from fuseboard.profile.judge.verify import reused_outputs, verify
 from fuseboard.report.data import GraphReport
 from fuseboard.run.eager import boxed_function
@@ -163,7 +163,8 @@ class CheckedRegion:
         """
         if self._trusted or self._checks.inputs != "copied":
             return
-        again = self._result(list(inputs), taken_s)
+        with generators_put_back():  # eager draws once a call
+            again = self._result(list(inputs), taken_s)
         if reused := reused_outputs(result, again, inputs):
             raise self._broken(f"it returns the same memory in each call, as outputs {reused}")
 
