@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from fuseboard.board import board
+from fuseboard.workshop.desk import desk
+from fuseboard.workshop.life import Life
 from tests.support.observations import mend
 
 HERE = Path(__file__).parent
@@ -70,6 +73,25 @@ def _measured(monkeypatch, tmp_path):
     """As users run it: candidates are verified and timed in the case's calls."""
     monkeypatch.delenv("FUSEBOARD_POLICY")
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def _swapped(_measured, monkeypatch):
+    """By the defaults; what the workshop chose takes over before the first call is answered."""
+    monkeypatch.delenv("FUSEBOARD_SETTLE")
+    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", lambda trial: 1)
+    begin = Life.begin
+
+    def begin_and_wait(life):
+        run = begin(life)
+        life._has_begun = True
+        desk().submit(life)
+        end = time.monotonic() + 120
+        while life.waiting and time.monotonic() < end:
+            time.sleep(0.01)
+        return run
+
+    monkeypatch.setattr(Life, "begin", begin_and_wait)
 
 
 def run(modules, file: str, name: str, backends: list[str] | None, **options: object) -> None:
@@ -146,3 +168,11 @@ def test_case_in_default_order(modules, name):
 def test_case_as_users_run_it(modules, name):
     """By the defaults."""
     run(modules, "cases_dev", name, None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_swapped")
+@every_case
+def test_case_beside_whose_calls_it_is_compiled(modules, file, name):
+    """Loaded, and answering by turns with Dynamo's own graph."""
+    run(modules, file, name, QUICK, measure_s=0.01)

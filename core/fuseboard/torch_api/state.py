@@ -354,16 +354,23 @@ def _set_handler(number: int, handler: Any) -> None:
         signal.signal(number, handler)
 
 
+#: How Inductor's compiled code finds a function of torch's (``torch/_inductor/codecache.py``).
+_INDUCTORS_OWN = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+
+
 def _environment() -> dict[Any, Any]:
     """The environment as the system has it; decoding would take ten times as long as the rest."""
     data = getattr(os.environ, "_data", None)
-    return dict(os.environ) if data is None else dict(data)
+    held = dict(os.environ) if data is None else dict(data)
+    for name in (_INDUCTORS_OWN, os.fsencode(_INDUCTORS_OWN)):
+        held.pop(name, None)
+    return held
 
 
 def _set_environment(values: dict[Any, Any]) -> None:
     decode = getattr(os.environ, "decodekey", str) if hasattr(os.environ, "_data") else str
     wanted = {decode(name): decode(value) for name, value in values.items()}
-    for name in [name for name in os.environ if name not in wanted]:
+    for name in [name for name in os.environ if name not in {*wanted, _INDUCTORS_OWN}]:
         del os.environ[name]
     for name, value in wanted.items():
         if os.environ.get(name) != value:
