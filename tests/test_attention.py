@@ -225,6 +225,16 @@ def test_half_types(form, dtype):
     assert (found(), got.dtype) == (1, dtype)
 
 
+@pytest.mark.parametrize(("form", "count"), [(scaled_after, 1), (additive, 0)])
+def test_under_autocast(form, count):
+    """Products are cast; a mask that stays float32 isn't for a kernel of halves."""
+    inputs = drawn()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got, eager = compiled(form)(*inputs), form(*inputs)
+    assert (found(), got.dtype) == (count, eager.dtype)
+    no_further(got, eager, form(*(value.double() for value in inputs)), units=2)
+
+
 def test_other_sizes():
     """Sizes that change from call to call."""
     run = compiled(additive, dynamic=True)
