@@ -215,10 +215,14 @@ def settle_command(
     """Time every call from the first to a settled one: what a program notices of compiling."""
     chosen = _checked(select_models, _split(models), "--models")
     machine = _begin()
+    done: list[settling.Settling] = []
     with console.status("settle") as status:
-        done = settling.measure_settling([m.name for m in chosen], threads, status.update)
+        for one in settling.measure_settling([m.name for m in chosen], threads, status.update):
+            done.append(one)
+            complete = len(done) == len(chosen)
+            _write(out, results.document("settle", machine, FULL, done, complete=complete))
+            console.print(results.settling_table([one]))
     console.print(results.settling_table(done))
-    _write(out, results.document("settle", machine, FULL, done, complete=True))
 
 
 @app.command("list")

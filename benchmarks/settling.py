@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -155,9 +155,8 @@ class Settling:
 
 def measure_settling(
     models: Sequence[str], threads: int, report: Callable[[str], None]
-) -> list[Settling]:
-    """Three processes for each model."""
-    found = []
+) -> Iterator[Settling]:
+    """Three processes for each model, which is done when it is yielded."""
     for model in models:
         with empty_caches() as caches:
             environment = worker_environment(threads, caches)
@@ -165,8 +164,7 @@ def measure_settling(
             for backend, how in (("eager", ""), ("fuseboard", "cold"), ("fuseboard", "warm")):
                 report(f"settle · {model} · {backend} {how}")
                 runs.append(_run(model, backend, environment))
-        found.append(Settling(model, *runs))
-    return found
+        yield Settling(model, *runs)
 
 
 def _run(model: str, backend: str, environment: dict[str, str]) -> Run:
