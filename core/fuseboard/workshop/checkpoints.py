@@ -37,7 +37,7 @@ class Recomputations:
 
         :param put: lets calls go to ``new`` alone.
         """
-        if not self._pending:
+        if not self._pending or new is old:
             return new
 
         def call(*args: Any) -> Any:

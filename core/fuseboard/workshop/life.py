@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import replace
@@ -25,13 +24,11 @@ from fuseboard.beside import beside
 from fuseboard.board import Session
 from fuseboard.capture.comparison import CannotCompare
 from fuseboard.capture.original import forward_of
-from fuseboard.contracts import Event
 from fuseboard.errors import CONTAINED
 from fuseboard.lower import background
 from fuseboard.pipeline.call import Compiled, compile_graph
-from fuseboard.pipeline.stages import call_numbers, next_name
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, note_dynamo_runs
-from fuseboard.report.data import GraphReport, ledger
+from fuseboard.report.data import GraphReport
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.failure import describe, trip
 from fuseboard.run.route import Route
@@ -47,6 +44,7 @@ from fuseboard.workshop.desk import Next, desk
 from fuseboard.workshop.kept_answers import KeptAnswers
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
 from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
+from fuseboard.workshop.reporting import LifeReport
 from fuseboard.workshop.request import Answer, Request
 from fuseboard.workshop.slices import slices
 from fuseboard.workshop.states import GraphState, StateMachine
@@ -95,26 +93,17 @@ class Life:
         #: Whether an earlier process's answer will do, and whether this one is.
         self._may_look, self._is_recalled = True, False
         training = self._kept.grads and any(value.requires_grad for value in inputs)
-        self._report = GraphReport(
-            f"graph{next(background.numbers)}",
-            "forward" if training else "inference",
-            self._frame,
-            next(call_numbers),
-            backends=tuple(info.name for info in session.backends),
-            settled=False,
-        )
+        self._report = LifeReport(session, self._frame, "forward" if training else "inference")
         self._training = training
         self._recomputations = Recomputations()
         #: Whether a gradient was computed that is to be differentiated.
         self._is_twice = False
-        self._report.notes.extend([*session.notes, GraphState.WATCHING.value])
-        self._began = time.perf_counter()
         self._route = Route(self._begin_with)
         self.run = self._route.run
 
     def begin(self) -> Run:
         """What answers the calls from now on."""
-        ledger.add(self._report)
+        self._report.show()
         background.add(self)
         return self.run
 
@@ -232,7 +221,7 @@ class Life:
                 self.fail("a weight is gone")
                 return Next.NOTHING
             self._answers = KeptAnswers.of(
-                self._session, self._graph, self._report, self._kept, inputs, self._static
+                self._session, self._graph, self._report.data, self._kept, inputs, self._static
             )
             known = self._answers.find() if self._may_look else None
             self._is_recalled = known is not None
@@ -245,13 +234,10 @@ class Life:
                 make_request, self._session, self._graph, self._kept, self._frame, directory
             )
 
-    def _note(self, text: str) -> None:
-        self._report.notes.append(text)
-
     def answered(self, answer: Answer) -> Next:
         """Take what the workshop found."""
         if self._answers is not None and (problem := self._answers.keep(answer)):
-            self._note(f"not kept for later processes: {problem}")
+            self._report.note(f"not kept for later processes: {problem}")
         return self._answered(answer)
 
     def _answered(self, answer: Answer) -> Next:
@@ -265,27 +251,21 @@ class Life:
             self.fail(answer.problem or "it wasn't tried")
         elif self._machine.change(GraphState.LOADING):
             self._program = answer.program
-            self._tell_state()
+            self._report.tell_state(self.state)
             return Next.LOAD
         return Next.NOTHING
 
     def _dynamo_runs(self, reports: Sequence[GraphReport]) -> None:
         """Dynamo's graph won in the workshop, or in an earlier process."""
-        why = "Dynamo's own graph runs: nothing that was compiled of it is faster"
-        self._machine.change(GraphState.SETTLED, lambda: self._route.put(self._own))
+        self._settle_on(self._own)
+        self._report.dynamo_won(reports)
+        self._report.settled(EAGER)
+
+    def _settle_on(self, program: Run) -> None:
+        """Let calls go to what was decided on, but for those that are to be made again."""
+        answers = self._recomputations.after(self._own, program, self._route.put)
+        self._machine.change(GraphState.SETTLED, lambda: self._route.put(answers))
         self._kept.forget()
-        self._tell_state()
-        for report in reports:
-            report.name = next_name(report.kind)
-            report.call, report.frame, report.settled = self._report.call, self._frame, True
-            report.instead = report.instead or why
-        if reports:
-            ledger.replace(self._report, *reports)
-        else:
-            self._report.settled, self._report.instead = True, f"{why}, as the cost database has it"
-        for report in reports or (self._report,):
-            emit(report)
-        self._tell_settled(EAGER)
 
     def _try_another_call(self, problem: str) -> None:
         """The call that was kept raises: keep the next one that doesn't, and ask about that."""
@@ -328,7 +308,7 @@ class Life:
             self._route.put(first)
         else:
             self._machine.change(GraphState.LOADING, lambda: self._route.put(first))
-        self._tell_state()
+        self._report.tell_state(self.state)
 
     def _compile_on(self, inputs: Sequence[Any]) -> None:
         if self.settled:
@@ -349,37 +329,22 @@ class Life:
         if tracing.guards():
             self.fail("AOTAutograd relies on which of its inputs are the same")
             return
-        ledger.replace(self._report)
+        self._report.give_way()
         self._compiled = compiled
-        self._machine.change(GraphState.SETTLED, lambda: self._put(compiled.run))
-        self._kept.forget()
-
-    def _put(self, program: Run) -> None:
-        """Let calls go to what was decided on, but for those that are to be made again."""
-        self._route.put(self._recomputations.after(self._own, program, self._route.put))
+        self._settle_on(compiled.run)
 
     def fail(self, problem: str) -> None:
         """Nothing comes of it: Dynamo's own graph answers all calls."""
-        if not self._machine.change(GraphState.REFUSED, lambda: self._route.put(self._own)):
-            return
-        self._kept.forget()
-        self._tell_state()
-        self._report.settled = True
-        self._report.instead = f"Dynamo's own graph runs: {problem}"
-        log.info("fuseboard: %s: %s", self._frame, self._report.instead)
-        emit(self._report)
-
-    def _tell_state(self) -> None:
-        known = {state.value for state in GraphState}
-        self._report.notes[:] = [note for note in self._report.notes if note not in known]
-        self._report.notes.append(self.state.value)
+        if self._machine.change(GraphState.REFUSED, lambda: self._route.put(self._own)):
+            self._kept.forget()
+            self._report.refused(problem)
 
     def load(self) -> Next:
         """Make what was chosen anew in this process."""
         return self._context.copy().run(self._load)
 
     def _load(self) -> Next:
-        program, number = self._program, self._report.call
+        program, number = self._program, self._report.number
         assert program is not None
         with beside():
             try:
@@ -399,16 +364,16 @@ class Life:
         if self._is_recalled:
             self._may_look, self._program = False, None
             self._machine.change(GraphState.WATCHING)
-            self._note(f"tried anew: {error}")
+            self._report.note(f"tried anew: {error}")
             return Next.ASK
         if not isinstance(error, ComputesOtherwise):
             self._compile_in_a_call(f"what was chosen can't be loaded: {error}")
             return Next.NOTHING
         backends = ", ".join(error.backends) or "AOTAutograd"
-        trip(self._report, backends, "lower", self.name, error, "Dynamo's own graph")
+        trip(self._report.data, backends, "lower", self.name, error, "Dynamo's own graph")
         self.fail(str(error))
         if self._answers is not None:  # a later process would load the same
-            self._answers.keep(Answer(dynamo_wins=True, reports=(self._report,)))
+            self._answers.keep(Answer(dynamo_wins=True, reports=(self._report.data,)))
         return Next.NOTHING
 
     def _install(self, compiled: Compiled) -> None:
@@ -416,17 +381,17 @@ class Life:
         if self._is_twice and gradients is not None and gradients.why_not:
             self.fail(f"it is differentiated twice, and {gradients.why_not}")
             return
-        ledger.replace(self._report, *(runner.report for runner in compiled.runners))
+        self._report.give_way(*(runner.report for runner in compiled.runners))
         self._compiled = compiled
         for runner in compiled.runners:
             runner.on_trip = self._keep_that_eager_runs
         if compiled.is_dynamo_graph:
-            self._machine.change(GraphState.SETTLED, lambda: self._route.put(self._own))
-            self._tell_settled(EAGER)
+            self._settle_on(self._own)
+            self._report.settled(EAGER)
         elif self._training:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
-            self._machine.change(GraphState.SETTLED, lambda: self._put(compiled.run))
-            self._tell_settled(COMPILED)
+            self._settle_on(compiled.run)
+            self._report.settled(COMPILED)
         else:
             margin = self._session.settings.margin
             trial = self._trial = Trial((self._own, compiled.run), margin, self._decide)
@@ -455,7 +420,7 @@ class Life:
             )
             self._keep_that_eager_runs()
         emit(report)
-        self._tell_settled((EAGER, COMPILED)[winner])
+        self._report.settled((EAGER, COMPILED)[winner])
 
     def _keep_that_eager_runs(self, problem: str = "") -> None:
         """For later processes.
@@ -468,8 +433,3 @@ class Life:
                 instead = f"Dynamo's own graph runs: what was chosen failed in a call: {problem}"
                 reports = tuple(replace(one, instead=instead, regions=[]) for one in reports)
             self._answers.keep(Answer(dynamo_wins=True, reports=reports))
-
-    def _tell_settled(self, winner: str) -> None:
-        seconds = time.perf_counter() - self._began
-        details = {"winner": winner, "whole": True}
-        self._session.notify(Event("choose", self._report.name, seconds, details))
