@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fuseboard
+from fuseboard.fuse import attention
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing
 from tests.support.transformers_models import LEARNED_MASKS, MODELS, eager_model
@@ -369,6 +371,30 @@ def test_a_mask_with_a_gradient_is_left_as_it_is():
     additive(q, k, v, eager).sin().sum().backward()
     torch.testing.assert_close(got.grad, eager.grad)
     assert found() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_other_devices_are_as_exact_as_asked_for(dtype, monkeypatch):
+    """Those of CUDA compute float32 in TF32, and gradients in any order."""
+    query = torch.empty(2, 3, 5, 8, dtype=dtype, device="meta")
+    assert attention._keeps_precision(query) == (dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert attention._keeps_precision(query)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not attention._keeps_precision(query)
+
+
+def test_transforms_are_left_as_they_are():
+    """A second gradient, which fused kernels haven't."""
+
+    def second(q, k, v, m):
+        return torch.func.hessian(lambda q: scaled_after(q, k, v, m).sum())(q)
+
+    inputs = [value[:1, :1, :2] for value in drawn()]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(second)(*inputs), second(*inputs))
+    assert found() == 0
+    assert not all_trips()
 
 
 def test_attention_of_an_attention():

@@ -38,6 +38,8 @@ _LOST = -1e30
 @hookimpl
 def fuseboard_fuse_dynamo(graph: GraphModule, random: Random) -> list[Fusion] | None:
     """Offer to write each attention that a fused kernel can run as one op."""
+    if any(map(_opens_a_level, graph.graph.nodes)):
+        return None
     found = [one for one in map(around, softmaxes(graph)) if one is not None]
     return [
         Fusion("attention", tuple(n.name for n in one.nodes), partial(_rewrite, graph, one.softmax))
@@ -49,6 +51,21 @@ def fuseboard_fuse_dynamo(graph: GraphModule, random: Random) -> list[Fusion] | 
 # --- whether a kernel can run it ------------------------------------------------------------------
 
 
+def _opens_a_level(node: Node) -> bool:
+    """Whether a node begins a transform of ``torch.func``, which may want second gradients."""
+    return "_increment_nesting" in getattr(node.target, "__name__", "")
+
+
+def _keeps_precision(query: torch.Tensor) -> bool:
+    """Whether kernels of a device compute as exactly, and as repeatably, as the user asks for."""
+    if query.device.type == "cpu":
+        return True
+    # What kernels of CUDA take for float32.
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    exact = query.dtype != torch.float32 or tf32
+    return exact and not torch.are_deterministic_algorithms_enabled()
+
+
 def _fits(found: Attention, random: Random) -> bool:
     operands = [_laid_out(one) for one in (found.query, found.key, found.value)]
     wanted = found.result.meta.get("val")
@@ -56,6 +73,8 @@ def _fits(found: Attention, random: Random) -> bool:
         return False
     query, key, value = operands
     if query.dim() not in (3, 4) or not query.dtype.is_floating_point:
+        return False
+    if not _keeps_precision(query):
         return False
     alike = query.dim() == key.dim() == value.dim()
     batch = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
