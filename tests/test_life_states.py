@@ -63,10 +63,6 @@ class Changes(RuleBasedStateMachine):
             with pytest.raises(WrongTransition):
                 self.machine.change(to, then)
 
-    @rule()
-    def fork(self):
-        self.machine.forked()
-
     @invariant()
     def agrees(self):
         assert self.machine.state is self.known

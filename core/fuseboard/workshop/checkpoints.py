@@ -7,10 +7,10 @@ both are one program's, whatever was decided in between.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from fuseboard.forks import fork_safe_lock
 from fuseboard.torch_api import internals as torch_internals
 
 Run = Callable[..., Any]
@@ -21,7 +21,7 @@ class Recomputations:
 
     def __init__(self) -> None:
         self._pending = 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def note(self) -> None:
         """A call is made by the program that is to make it again, or is made again."""

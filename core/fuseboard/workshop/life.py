@@ -10,7 +10,6 @@ one class.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import replace
@@ -25,6 +24,7 @@ from fuseboard.board import Session
 from fuseboard.capture.comparison import CannotCompare
 from fuseboard.capture.original import forward_of
 from fuseboard.errors import CONTAINED
+from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
 from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, note_dynamo_runs
@@ -79,7 +79,7 @@ class Life:
         self._frame = frame_title()
         self._context = copy_context()
         self._machine = StateMachine()
-        self._compiling = threading.RLock()
+        self._compiling = fork_safe_lock()
         self._has_begun = False
         self._trial: Trial | None = None
         self._compiled: Compiled | None = None
@@ -187,8 +187,6 @@ class Life:
 
         Only when it makes one: most forked children never do.
         """
-        self._machine.forked()
-        self._compiling = threading.RLock()  # a thread that isn't here may have held it
         if not self.waiting:
             return
 

@@ -10,9 +10,10 @@ state and are never asked for it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from enum import Enum
+
+from fuseboard.forks import fork_safe_lock
 
 
 class GraphState(Enum):
@@ -51,7 +52,7 @@ class StateMachine:
 
     def __init__(self) -> None:
         self._state = GraphState.WATCHING
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     @property
     def state(self) -> GraphState:
@@ -78,7 +79,3 @@ class StateMachine:
             self._state = to
             then()
             return True
-
-    def forked(self) -> None:
-        """Take a new lock in a forked child: a thread that is gone may have held the old one."""
-        self._lock = threading.Lock()

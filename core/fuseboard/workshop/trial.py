@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import Any
+
+from fuseboard.forks import fork_safe_lock
 
 Run = Callable[..., Any]
 
@@ -41,7 +42,7 @@ class Trial:
         self._decided = decided
         self._turns = itertools.count()
         self._times: tuple[list[float], list[float]] = ([], [])
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._is_over = False
 
     @property
