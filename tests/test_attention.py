@@ -23,7 +23,8 @@ B, H, S, T, D = 2, 3, 5, 7, 8
 
 
 @pytest.fixture(autouse=True)
-def _clear_ledger():
+def _asked_for(monkeypatch):
+    monkeypatch.setenv("FUSEBOARD_FUSE_ATTENTION", "1")
     ledger.clear()
 
 
@@ -410,11 +411,90 @@ def test_attention_of_an_attention():
     assert found() == 2
 
 
+# --- what stands in between -----------------------------------------------------------------------
+
+
+def writes_the_keys(q, k, v, m):
+    k = k.clone()
+    scores = q @ k.mT
+    k.add_(m[..., :1, :].mT)
+    return F.softmax(scores, -1) @ v + k.sum()
+
+
+def writes_the_mask(q, k, v, m):
+    m = m.clone()
+    scores = q @ k.mT + m
+    m[..., 0] = 9.0
+    return F.softmax(scores, -1) @ v
+
+
+def stops_gradients(q, k, v, m):
+    with torch.no_grad():
+        chosen = F.softmax(q @ k.mT, -1)
+    return chosen @ v
+
+
+def chooses_one(q, k, v, m):
+    return F.softmax(q @ k.mT * 100, -1).to(torch.int64).to(v.dtype) @ v
+
+
+def replaces_infinities(q, k, v, m):
+    causal = torch.full((S, T), -torch.inf).triu(1)
+    return F.softmax((q @ k.mT + causal).masked_fill(m > 0, MIN), -1) @ v
+
+
+@pytest.mark.parametrize("near_miss", [writes_the_keys, writes_the_mask], ids=name)
+def test_what_is_written_to_in_between_is_read_before_that(near_miss):
+    """The op would run after the write."""
+    run = compiled(near_miss)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(run(*drawn()), near_miss(*drawn()))
+    assert found() == 0
+
+
+@pytest.mark.parametrize("near_miss", [stops_gradients, chooses_one, replaces_infinities], ids=name)
+def test_what_isnt_one_op_stays_as_written(near_miss):
+    """Modes between the products; casts that round to whole numbers; replaced masks."""
+    inputs = [x.requires_grad_() for x in drawn()]
+    run = compiled(near_miss)
+    for _ in range(2):
+        grads = []
+        for called in (near_miss, run):
+            result = called(*inputs)
+            found_grads = torch.autograd.grad(result.sin().sum(), inputs, allow_unused=True)
+            grads.append([result, *found_grads])
+        for got, want in zip(*grads, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                torch.testing.assert_close(got, want)
+    assert found() == 0
+
+
+@pytest.mark.parametrize("how", ["masked_fill_", "setitem", "full_like"])
+def test_a_mask_that_is_written_to_may_hold_infinities(how):
+    """However it was made: rows of which it leaves nothing are NaN, as in eager."""
+
+    def attended(q, k, v, m):
+        mask = torch.zeros(S, T)
+        if how == "masked_fill_":
+            mask.masked_fill_(m[0, 0] > -9, -torch.inf)
+        elif how == "setitem":
+            mask[m[0, 0] > -9] = -torch.inf
+        else:
+            mask = torch.full_like(mask, fill_value=-torch.inf)
+        return F.softmax(q @ k.mT + mask, -1) @ v
+
+    with torch.no_grad():
+        assert compiled(attended)(*drawn()).isnan().all()
+
+
 # --- switched off, and counted --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "option", [{"block": ["attention"]}, {"fuse_limit": 0}, {"fuse_skip": [0]}]
+    "option",
+    [{"fuse_attention": False}, {"block": ["attention"]}, {"fuse_limit": 0}, {"fuse_skip": [0]}],
 )
 def test_it_can_be_switched_off(option):
     with torch.no_grad():

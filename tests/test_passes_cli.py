@@ -29,6 +29,7 @@ def _in_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("FUSEBOARD_BACKENDS", "eager")
+    monkeypatch.setenv("FUSEBOARD_FUSE_ATTENTION", "1")
     ledger.clear()
 
 

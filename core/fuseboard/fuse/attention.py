@@ -7,7 +7,9 @@ for a mask with a gradient, and not where a kernel would draw other numbers than
 
 torch's kernels give zeros in a row that is masked as a whole, eager NaNs (what it divides by is 0).
 Where a mask isn't known to leave something, results are multiplied by NaN in such rows, so that
-gradients are eager's as well.
+gradients are eager's as well. Off unless it is asked for (``fuse_attention``): in a row that is
+masked as a whole by a finite number (-1e38, say) torch's backward is wrong, by as many times as
+there are keys; and NaN in keys that a mask replaces spread, since the kernels add masks.
 
 Inductor matches traced graphs (``torch/_inductor/fx_passes/fuse_attention.py`` of 2.13): one for
 each dtype, batch of one and dropout, at the level of its own decompositions. Forms are fewer here.
@@ -25,6 +27,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Fusion, Random
 from fuseboard.fuse.attention_forms import Attention, Mask, Operand, around, softmaxes
+from fuseboard.fuse.interruptions import has_effects, interrupted
 from fuseboard.hookspecs import hookimpl
 from fuseboard.torch_api.attention import fused_attention
 
@@ -76,6 +79,8 @@ def _fits(found: Attention, random: Random) -> bool:
         return False
     if not _keeps_precision(query):
         return False
+    if interrupted(found.nodes) or not _add_up(found.masks):
+        return False
     alike = query.dim() == key.dim() == value.dim()
     batch = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     if not alike or not batch or (found.dropout and random == "eager"):
@@ -99,6 +104,16 @@ def _laid_out(operand: Operand) -> Any:
     if not isinstance(value, torch.Tensor):
         return None
     return value if operand.order is None else value.permute(operand.order)
+
+
+def _add_up(masks: list[Mask]) -> bool:
+    """Whether masks do in a sum what they do in turn: a number replaces what was added before."""
+    finite = True
+    for mask in masks:
+        if mask.fill is not None and mask.fill != -INF and not finite:
+            return False
+        finite = finite and (_is_finite(mask.node) if mask.fill is None else mask.fill != -INF)
+    return True
 
 
 def _can_mask(mask: Mask, query: torch.Tensor) -> bool:
@@ -221,8 +236,8 @@ def _is_finite(node: Any) -> bool:
     """Whether nothing but finite numbers can be in a node's value."""
     if isinstance(node, int | float):
         return math.isfinite(node)
-    if not isinstance(node, Node):
-        return False
+    if not isinstance(node, Node) or any(map(has_effects, node.users)):
+        return False  # what it is made as may not be what it is read as
     if node.target in _MOVES and node.op != "placeholder":
         return _is_finite(node.args[0])
     if node.target in (torch.where, "where") and len(node.args) == 3:
@@ -232,8 +247,11 @@ def _is_finite(node: Any) -> bool:
         return _is_finite(node.args[0]) and _is_finite(node.args[2])
     if node.target in (torch.zeros, torch.zeros_like, torch.ones, torch.ones_like):
         return True
-    if node.target in (torch.full, torch.tensor, torch.full_like):
-        return _is_finite(node.args[-1])
+    if node.target is torch.tensor:
+        return _is_finite(node.args[0])
+    if node.target in (torch.full, torch.full_like):
+        fill = node.args[1] if len(node.args) > 1 else node.kwargs.get("fill_value")
+        return _is_finite(fill)
     return False
 
 

@@ -24,6 +24,7 @@ _DIVIDED = {operator.truediv, torch.div, torch.true_divide, "div", "__truediv__"
 _FILLED = {torch.masked_fill, "masked_fill"}
 _CHOSEN = {torch.where, "where"}
 _CAST = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _DROPPED = {F.dropout, torch.dropout}
 _SWAPPED = {torch.transpose, "transpose", "swapaxes", torch.swapaxes}
 _PERMUTED = {torch.permute, "permute"}
@@ -103,7 +104,7 @@ def _below(
     while len(node.users) == 1:
         (reader,) = node.users
         nodes.append(reader)
-        if _calls(reader, _CAST) and _first(reader) is node:
+        if _is_cast(reader) and _first(reader) is node:
             node = reader
         elif _calls(reader, _DROPPED) and _first(reader) is node and not dropout:
             rate = _dropped(reader)
@@ -147,7 +148,7 @@ def _above(
             return None if found is None else (*found, scale, masks[::-1], nodes)
         if _calls(node, {torch.baddbmm, "baddbmm"}):
             return _from_baddbmm(node, scale, masks, nodes)
-        if _calls(node, _CAST):
+        if _is_cast(node):
             node = _first(node)
         elif _calls(node, _SCALED | _DIVIDED):
             factor = _factor(node)
@@ -223,6 +224,12 @@ def _leads_to_product(node: Any) -> bool:
 
 
 # --- nodes ----------------------------------------------------------------------------------------
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a node gives the same values in another dtype, but for roundings."""
+    value = _value(node)
+    return _calls(node, _CAST) and value is not None and value.dtype in _FLOATS
 
 
 def _calls(node: Any, targets: set[Any]) -> bool:
