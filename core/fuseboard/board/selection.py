@@ -103,8 +103,9 @@ class Selection:
         for name, state in self._states.items():
             entry = self._entries.get(name)
             if state.state != "ready":
-                only_wraps = entry is not None and entry.info is not None and entry.backend is None
-                why |= {} if only_wraps else {name: f"{state.state}: {state.reason}"}
+                known = entry is not None and (entry.info is not None or state.state == "blocked")
+                if not known or entry is None or entry.backend is not None:
+                    why[name] = f"{state.state}: {state.reason}"
             elif entry is not None and entry.backend is not None and name not in here:
                 if self.settings.backends is not None:
                     why[name] = "the setting backends doesn't name it, or names it after eager"
