@@ -80,6 +80,12 @@ def test_rewrites_of_whole_graphs():
     assert told() == []
 
 
+def test_a_graph_that_is_written_to_when_it_is_asked_for():
+    """Only what is offered is applied."""
+    agrees(**deciding("fuse", stages.writes_when_asked))
+    assert (last_graph().fusions, told()) == ([], [])
+
+
 def test_rewrites_of_joint_graphs():
     """Forward and backward have them; gradients are eager's."""
     trains(**deciding("fuse", stages.halves_graph))

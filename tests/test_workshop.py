@@ -529,6 +529,19 @@ def test_what_computes_otherwise_here_is_tried_anew_and_then_refused(monkeypatch
 
 
 @pytest.mark.usefixtures("chosen")
+def test_who_judges_by_the_settings_is_asked_in_the_workshop_alone():
+    """Here it could change what the program's own threads run under."""
+    model, x = mlp(), torch.randn(8, 64)
+    stages = {"measure": MEASURE, "verify": "tests.support.stages:verify_in_float64"}
+    with torch.no_grad():
+        run = compiled(model, backends=["mkldnn", "eager"], stages=stages, margin=0.0)
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.usefixtures("chosen")
 def test_weights_that_change_while_it_is_compared_are_no_fault_of_its(monkeypatch):
     """A cache that calls write to, say: it isn't judged here then, and nobody is blamed."""
     model, x = mlp(), torch.randn(8, 64)

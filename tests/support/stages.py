@@ -37,6 +37,15 @@ def halves_graph(graph: Any, kind: str, region: Any) -> Any:
     return None if region is not None else halves(graph, kind, region)
 
 
+def writes_when_asked(graph: Any, kind: str, region: Any) -> Any:
+    """Triples what was to be halved, and says that it rewrites nothing."""
+    if region is not None:
+        return None
+    for node in graph.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        node.args = (node.args[0], 3.0)
+    return []
+
+
 def halves_region(graph: Any, kind: str, region: Any) -> Any:
     """The same, in regions."""
     return None if region is None else halves(graph, kind, region)
@@ -135,6 +144,14 @@ def lowers_what_writes(region: Any, inputs: Any) -> Any:
 
 
 # --- verify, measure ------------------------------------------------------------------------------
+
+
+def verify_in_float64(
+    region: Any, expected: Any, result: Any, inputs: Any, reference: Any
+) -> fuseboard.Verdict:
+    """Agrees, and leaves another default dtype."""
+    torch.set_default_dtype(torch.float64)
+    return fuseboard.Verdict(ok=True)
 
 
 def verify_rejects(region: Any, result: Any) -> Any:

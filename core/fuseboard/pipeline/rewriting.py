@@ -112,7 +112,8 @@ class Rewriter:
         if fusions is None:
             return None
         report.fusions.extend(done)
-        return own
+        # What was written to the graph when it was asked for is neither counted nor judged.
+        return own if any(one.applied for one in done) else graph
 
     def _judge(
         self, graph: GraphModule, rewritten: GraphModule, plugin: str, level: _Level
