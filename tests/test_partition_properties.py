@@ -19,10 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch.fx import GraphModule, Interpreter, Node
 
-from fuseboard import Claim, Decline, pipeline
+from fuseboard import Claim, Decline
 from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.ops.effects import keeps_order
+from fuseboard.pipeline import stages
 from fuseboard.pipeline.stages import Pipeline
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.run.captured_graph import CapturedGraph
@@ -95,7 +96,7 @@ def recorded() -> Iterator[list[Runner]]:
             super().__init__(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "Runner", Recorder)
+        patch.setattr(stages, "Runner", Recorder)
         yield runners
 
 

@@ -51,6 +51,12 @@ def has_effects(node: Node) -> bool:
     return _ends_in_place(name) or name.startswith(_MODES) or _is_in_place(node)
 
 
+def opens_a_level(node: Node) -> bool:
+    """Whether a node opens a level of ``torch.func`` or of forward-mode AD."""
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("_increment_nesting") or name == "_enter_dual_level"
+
+
 def _ends_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from fuseboard.board import Session
 from fuseboard.contracts import Fusion, GraphKind, Verdict
 from fuseboard.errors import CONTAINED, ContractError, LoweringError, PluginError, WrongValues
+from fuseboard.fuse.interruptions import opens_a_level
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
 from fuseboard.profile.judge.dynamo_rewrites import judge_dynamo_rewrites
@@ -69,6 +70,9 @@ class Rewriter:
         level = _Level(hook, copy_dynamos, self._judged_dynamos, report, counter)
         plugins = self._session.with_hook(hook)
         if not plugins:
+            return graph
+        if any(map(opens_a_level, graph.graph.nodes)):
+            report.notes.append("Dynamo's graph isn't rewritten: it has levels of torch.func in it")
             return graph
         current = copy_dynamos(graph)
         try:
