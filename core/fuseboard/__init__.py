@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         WrongValues,
     )
     from fuseboard.explanations.explanation import Explanation, explain, last_report
+    from fuseboard.forks import fork_safe_lock
     from fuseboard.hookspecs import hookimpl
     from fuseboard.lower.background import settled, wait
     from fuseboard.lower.decompose import decompose
@@ -119,6 +120,7 @@ _HOMES = {
     "fuseboard.profile.observe.sampling_result": ("RegionShare", "SampledProfile"),
     "fuseboard.report.data": ("GraphReport",),
     "fuseboard.explanations.explanation": ("Explanation", "explain", "last_report"),
+    "fuseboard.forks": ("fork_safe_lock",),
     "fuseboard.torch_api.internals": ("real_tensors",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -168,6 +170,7 @@ __all__ = [
     "claim_patterns",
     "decompose",
     "explain",
+    "fork_safe_lock",
     "hookimpl",
     "last_report",
     "lower_eagerly",

@@ -9,7 +9,9 @@ torch's kernels give zeros in a row that is masked as a whole, eager NaNs (what 
 Where a mask isn't known to leave something, results are multiplied by NaN in such rows, so that
 gradients are eager's as well. Off unless it is asked for (``fuse_attention``): in a row that is
 masked as a whole by a finite number (-1e38, say) torch's backward is wrong, by as many times as
-there are keys; and NaN in keys that a mask replaces spread, since the kernels add masks.
+there are keys; and since the kernels add masks, NaN spread from keys that a mask replaces, and into
+the gradients of rows that ``masked_fill`` replaces as a whole. Only the call that is compiled is
+held against eager.
 
 Inductor matches traced graphs (``torch/_inductor/fx_passes/fuse_attention.py`` of 2.13): one for
 each dtype, batch of one and dropout, at the level of its own decompositions. Forms are fewer here.

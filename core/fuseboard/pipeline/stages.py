@@ -121,6 +121,9 @@ class Pipeline:
         self.capture_decision: StoredDecision | None = None
         #: A record of each graph, in that order, where another process is to get them; else None.
         self.records: list[Record] | None = None
+        #: Plugins whose rewrites of Dynamo's graph were applied. The report of a joint graph has
+        #: them, or that of an inference graph, as AOTAutograd makes one or the other.
+        self._rewrote_dynamos: dict[str, None] = {}
         # What happened before there was a graph: it goes into the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -135,18 +138,22 @@ class Pipeline:
         """Dynamo's graph as AOTAutograd is to capture it: the same one if nothing is rewritten."""
         report = self._at_capture
         with compile_lock:
-            return self.rewriter.rewrite_dynamos(graph, report, self._fusion_counter(report))
+            rewritten = self.rewriter.rewrite_dynamos(graph, report, self._fusion_counter(report))
+        self._rewrote_dynamos = dict.fromkeys(one.plugin for one in report.fusions if one.applied)
+        return rewritten
 
     def contain_rewritten_graph(self, problem: str) -> None:
         """AOTAutograd can't capture Dynamo's graph as it was rewritten, or it is another one.
 
         :raises RegionError: the policy is to raise.
         """
-        report = self.runners[0].report if self.runners else self._report("inference")
-        plugins = dict.fromkeys(one.plugin for one in report.fusions if one.applied)
         why = "compiled again, without rewrites of Dynamo's graph"
-        ledger.add(report)
-        for plugin in plugins:
+        if self.runners:
+            report = self.runners[0].report
+        else:
+            report = self._report("inference")
+            ledger.add(report)
+        for plugin in self._rewrote_dynamos:
             error = WrongValues(plugin, "fuseboard_fuse_dynamo", problem)
             self._tripped(report, plugin, "fuse", error, "Dynamo's graph without its rewrites")
         for runner in self.runners:

@@ -144,17 +144,17 @@ class Desk:
             self._loading.put(self._load, order)
 
     def _recall(self, order: weakref.ref[Order]) -> None:
-        alive = order()
-        if alive is not None:
-            with beside(), slices.work():
-                what = alive.recall()
-            self._go_on(order, what)
+        self._do(order, lambda alive: alive.recall())
 
     def _load(self, order: weakref.ref[Order]) -> None:
+        self._do(order, lambda alive: alive.load())
+
+    def _do(self, order: weakref.ref[Order], step: Callable[[Order], Next]) -> None:
+        """Let a graph that somebody may still call take a step, and do what is to follow it."""
         alive = order()
         if alive is not None:
             with beside(), slices.work():
-                what = alive.load()
+                what = step(alive)
             self._go_on(order, what)
 
     def _ask(self, order: weakref.ref[Order]) -> None:
@@ -171,11 +171,8 @@ class Desk:
                 answer = request
             else:
                 answer = self._answer(request, directory, limit_s, order)
-        alive = order()
-        if alive is not None and answer is not None:
-            with beside(), slices.work():
-                what = alive.answered(answer)
-            self._go_on(order, what)
+        if answer is not None:
+            self._do(order, lambda alive: alive.answered(answer))
 
     def _answer(
         self, request: Request, directory: Path, limit_s: float, order: weakref.ref[Order]

@@ -14,9 +14,7 @@ CPU; and ``PyCodeCache`` never lets go of a module, and so of the weights.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import LoweringError
+from fuseboard import LoweringError, fork_safe_lock
 from fuseboard_inductor import _artifacts, _compile, _fallbacks
 from fuseboard_inductor._recipes import Recipe, recording
 
@@ -43,18 +41,7 @@ SETTINGS = {
 }
 
 #: Inductor's patterns and counters are the process's.
-_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    """In a child the thread that held it isn't there, unless it is the one that forked."""
-    lock: Any = _lock
-    if not lock._is_owned():
-        lock._at_fork_reinit()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_lock = fork_safe_lock()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ On a shared AVX2 machine oneDNN's packed product took 37 ms where plain MKL took
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -81,18 +79,7 @@ class Budget:
 
 
 _chosen: dict[tuple[Any, ...], str] = {}
-_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    """In a child the thread that held it isn't there, unless it is the one that forked."""
-    lock: Any = _lock
-    if not lock._is_owned():
-        lock._at_fork_reinit()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_lock = fuseboard.fork_safe_lock()
 
 
 def choose(shape: LinearShape, possible: tuple[str, ...], options: Options, budget: Budget) -> str:
