@@ -43,6 +43,13 @@ from fuseboard.report.data import ledger  # noqa: E402
 logging.getLogger("torch.__trace").propagate = True
 
 
+@pytest.fixture
+def policy_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Choices are measured, as by default, and kept in a cache of the test's own."""
+    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--sample`` is what `make test` runs, so that it is run."""
     parser.addoption(

@@ -12,12 +12,7 @@ from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, last_graph
 from tests.support.values import rnd
 
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+pytestmark = pytest.mark.usefixtures("policy_measured")
 
 
 def compiled(function, **options):

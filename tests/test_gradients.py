@@ -23,9 +23,7 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+def _measured(policy_measured, monkeypatch):
     forget_other_graphs(monkeypatch)
 
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 
 QUICK = {"compiles_quickly": True}
 
 
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+pytestmark = pytest.mark.usefixtures("policy_measured")
 
 
 def whiten(x):

@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 
-from fuseboard.report.data import ledger
 from fuseboard.torch_api.state import PARTS, StateChange, read_state
 from tests.support.backends import all_trips, plugged
 from tests.support.contained import LIMIT_S
@@ -30,11 +29,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+pytestmark = pytest.mark.usefixtures("policy_measured")
 
 
 def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -10,18 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseboard
 from fuseboard.capture.original import forward_of
-from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import rnd
 
 OWN = ["Dynamo's own graph"]
 
 
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+pytestmark = pytest.mark.usefixtures("policy_measured")
 
 
 def run(function, *inputs, calls=3, **options):

@@ -13,17 +13,11 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import fuseboard
 from fuseboard.capture.original import only_computes
-from fuseboard.report.data import ledger
 from fuseboard.torch_api.state import AUTOGRAD_PARTS, read_state
 from tests.support.backends import all_trips
 from tests.support.values import rnd
 
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+pytestmark = pytest.mark.usefixtures("policy_measured")
 
 
 def cube(t):

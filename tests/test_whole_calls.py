@@ -20,11 +20,7 @@ QUICK = {"compiles_quickly": True}
 COMPILED, EAGER = (10.0, 20.0), (20.0, 10.0)
 
 
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+pytestmark = pytest.mark.usefixtures("policy_measured")
 
 
 class Net(nn.Module):

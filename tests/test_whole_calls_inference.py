@@ -13,12 +13,7 @@ from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
 from tests.test_whole_calls import COMPILED, EAGER, QUICK, Counted, Stopwatch
 
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    ledger.clear()
+pytestmark = pytest.mark.usefixtures("policy_measured")
 
 
 class Cache(nn.Module):

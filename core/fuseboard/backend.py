@@ -13,7 +13,7 @@ from fuseboard.capture.original import fix_negative_bases
 from fuseboard.capture.unfit_graphs import take_out_inference_mode
 from fuseboard.config import resolve
 from fuseboard.pipeline.call import compile_graph
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
@@ -115,11 +115,11 @@ def _under_its_modes(compiled: Run) -> Run:
 
     Dynamo has traced through them, so what they do is in the graph; it would be done twice.
     """
-    if not torch_internals.function_modes_are_on():
+    if not torch_modes.function_modes_are_on():
         return compiled
 
     def run(*args: Any) -> Any:
-        with torch_internals.without_function_modes():
+        with torch_modes.without_function_modes():
             return compiled(*args)
 
     return run

@@ -31,6 +31,7 @@ from fuseboard.run.captured_graph import CapturedGraph, all_running
 from fuseboard.run.failure import describe
 from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
 
 Run = Callable[..., Any]
@@ -222,7 +223,7 @@ class CaptureCheck:
         return _Copies(values, self._written)
 
     def _must_be_comparable(self) -> None:
-        if torch_internals.saved_tensor_hooks_are_set():
+        if torch_modes.saved_tensor_hooks_are_set():
             raise CannotCompare("hooks of saved tensors are set")
         graphs = [one for one in self._graph.modules() if isinstance(one, GraphModule)]
         for owner, node in ((one, node) for one in graphs for node in one.graph.nodes):
@@ -358,7 +359,7 @@ def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, Any]:
     if not ends or not wanted:
         return {}
     given = list(map(_uneven, ends))
-    with torch_internals.without_autocast():
+    with torch_modes.without_autocast():
         grads = torch.autograd.grad(ends, list(wanted.values()), given, allow_unused=True)
     return {f"the gradient of input {i}": g for i, g in zip(wanted, grads, strict=True)}
 

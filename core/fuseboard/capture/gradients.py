@@ -24,7 +24,7 @@ from fuseboard.capture.original import forward_of
 from fuseboard.ops.draws import draws
 from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.torch_api import aot_functions
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 
 _MODES = tuple(part for part in ANSWER_PARTS if "autocast" in part.name)
@@ -147,8 +147,8 @@ class Gradients:
         assert inputs is not None
         self._note("create_graph=True: gradients are computed by Dynamo's own graph then")
         with ExitStack() as stack:
-            if torch_internals.function_mode_count():
-                stack.enter_context(torch_internals.without_function_modes())
+            if torch_modes.function_mode_count():
+                stack.enter_context(torch_modes.without_function_modes())
             # As aliases: one input may be computed from another one, which isn't this graph's.
             leaves = [a.view_as(a) if _has_gradient(a) else a for a in inputs]
             results = self._results(call, leaves)
@@ -257,7 +257,7 @@ class _Call:
 
     def __init__(self, inputs: Sequence[Any], may_draw: bool) -> None:
         self._inputs: Sequence[Any] | None = inputs
-        if torch_internals.saved_tensor_hooks_are_set():
+        if torch_modes.saved_tensor_hooks_are_set():
             self._inputs = [
                 weakref.ref(a) if isinstance(a, torch.Tensor) and not a.is_leaf else a
                 for a in inputs

@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 
 Run = Callable[..., Any]
 #: What is unfit about a call's arguments, as people read it; "" for nothing.
@@ -51,7 +52,7 @@ def writes_in_a_checkpoint(args: Sequence[Any]) -> str:
     A checkpoint's recomputation ends as soon as all tensors are saved, by an exception. What
     AOTAutograd writes back to inputs after that would be left out; eager writes as it goes.
     """
-    hooks = torch_internals.saved_tensor_hooks_are_set()
+    hooks = torch_modes.saved_tensor_hooks_are_set()
     return "it writes to inputs, and hooks of saved tensors are set" if hooks else ""
 
 

@@ -29,6 +29,7 @@ from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.failure import describe
 from fuseboard.run.runner import Runner
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.frames import frame_scope
@@ -165,7 +166,7 @@ class GraphCall:
         #: Ways into the graphs that AOTAutograd captured.
         self.captured_graphs: list[CapturedGraph] = []
         self.was_compiling = False
-        self.autocast = torch_internals.autocast_is_on()
+        self.autocast = torch_modes.autocast_is_on()
         self.mutated: frozenset[int] = frozenset()
         self.input_count = 0
         self.gradients: Gradients | None = None
@@ -177,12 +178,12 @@ class GraphCall:
         Neither is kept, but for the graph where it is what runs. Under autocast it can't run: what
         is cast, AOTAutograd's graph alone knows, and is called with autocast off.
         """
-        self.pipeline.example_inputs = example_inputs
-        self.pipeline.dynamo_graph = None if torch_internals.autocast_is_on() else self.graph
+        self.pipeline.example_inputs.values = example_inputs
+        self.pipeline.dynamo_graph = None if torch_modes.autocast_is_on() else self.graph
         try:
             yield
         finally:
-            self.pipeline.example_inputs, self.pipeline.dynamo_graph = (), None
+            self.pipeline.example_inputs.values, self.pipeline.dynamo_graph = (), None
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], kind: GraphKind) -> Boxed:
         """AOTAutograd's compiler of forward and inference graphs."""
@@ -370,7 +371,7 @@ class GraphCall:
 
         def run(*args: Any) -> Any:
             results = compiled(*args)
-            torch_internals.before_backward(results, backwards[0].look_around)
+            torch_modes.before_backward(results, backwards[0].look_around)
             return results
 
         return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch.fx import GraphModule, Node
 from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import Claim, Decline, GraphKind, Plan, Region
 from fuseboard.fuse.passes import FusionCounter
+from fuseboard.lower.overriding import Decided
 from fuseboard.partition.pins import Wishes
 from fuseboard.partition.places import Place
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
 from fuseboard.report.nodes import describe_node
+from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Lowered, Site
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.internals import InputRoles
@@ -56,6 +58,22 @@ class StagedGraph:
         if self.kind == "backward":
             return frozenset()
         return self.roles.static - self.roles.mutated - self.unversioned
+
+
+@dataclass
+class Record:
+    """From what a graph's code was made, so that another process can make it again.
+
+    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; those
+        of other candidates, too.
+    :ivar overridden: where who decides a stage by the settings did so.
+    """
+
+    staged: StagedGraph
+    runner: Runner
+    decomposed: dict[str, GraphModule | None] = field(default_factory=dict)
+    overridden: set[Decided] = field(default_factory=set)
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.contracts import (
@@ -23,7 +22,6 @@ from fuseboard.contracts import (
 from fuseboard.errors import LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
-from fuseboard.lower.overriding import Decided
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.garbage import collection_paused
@@ -31,10 +29,12 @@ from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import cut_regions
+from fuseboard.pipeline.example_inputs import ExampleInputs
 from fuseboard.pipeline.planning import Planner, defers
 from fuseboard.pipeline.rewriting import Rewriter
 from fuseboard.pipeline.staged_graph import (
     CutPlan,
+    Record,
     StagedGraph,
     claimed_names,
     describe_nodes,
@@ -52,6 +52,7 @@ from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.tuner import Tuner
 from fuseboard.profile.choose.whole_calls import give_up
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
+from fuseboard.report.names import call_numbers, next_name
 from fuseboard.report.nodes import describe_ends, describe_node
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.captured_graph import CapturedGraph
@@ -61,31 +62,6 @@ from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
-
-_graph_numbers: dict[str, Iterator[int]] = {}
-#: Numbers of the backend's calls in this process.
-call_numbers = itertools.count()
-
-
-def next_name(kind: str) -> str:
-    """A name for the next graph of a kind in this process: ``inference0``."""
-    return f"{kind}{next(_graph_numbers.setdefault(kind, itertools.count()))}"
-
-
-@dataclasses.dataclass
-class Record:
-    """From what a graph's code was made, so that another process can make it again.
-
-    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; those
-        of other candidates, too.
-    :ivar overridden: where who decides a stage by the settings did so.
-    """
-
-    staged: StagedGraph
-    runner: Runner
-    decomposed: dict[str, GraphModule | None] = dataclasses.field(default_factory=dict)
-    overridden: set[Decided] = dataclasses.field(default_factory=set)
-    plan: Plan | None = None
 
 
 class Pipeline:
@@ -104,9 +80,8 @@ class Pipeline:
         self.number = next(call_numbers) if number is None else number
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
-        self.rewriter = Rewriter(session, lambda: self.example_inputs, self._tripped)
-        #: Dynamo's real inputs, as long as it waits for the backend.
-        self.example_inputs: Sequence[Any] = ()
+        self.rewriter = Rewriter(session, lambda: self.example_inputs.values, self._tripped)
+        self.example_inputs = ExampleInputs()
         #: Dynamo's graph, as long as it waits for the backend.
         self.dynamo_graph: GraphModule | None = None
         #: The grad mode of the calls.
@@ -277,7 +252,7 @@ class Pipeline:
             wishes = wanted.resolve(claims)
             report.notes.extend(wishes.notes)
         roles = torch_internals.input_roles()
-        unversioned = self._unversioned(len(graph.graph.find_nodes(op="placeholder")))
+        unversioned = self.example_inputs.unversioned(len(graph.graph.find_nodes(op="placeholder")))
         if kind == "inference" and roles.static & unversioned:
             report.notes.append(
                 f"nothing is prepared from {len(roles.static & unversioned)} weights that are "
@@ -313,7 +288,7 @@ class Pipeline:
             claimed={name: claimed_names(answers) for name, answers in staged.claims.items()},
             counter=counter,
             hoisting=self.session.settings.hoist and staged.kind == "inference",
-            real=self._real_inputs(placeholders, weight_positions),
+            real=self.example_inputs.behind(placeholders, weight_positions),
             decomposed=record.decomposed if record is not None else None,
             overridden=record.overridden if record is not None else set(),
         )
@@ -344,7 +319,7 @@ class Pipeline:
             candidate = Candidate(cut_plan.cuts, self._strict_lowering(staged), row)
             if cut_plan.name == "eager" and self.dynamo_graph is not None and not wrapped:
                 candidate.dynamo_site = dynamo_site(
-                    self.dynamo_graph, self.example_inputs, staged, self.grads
+                    self.dynamo_graph, self.example_inputs.values, staged, self.grads
                 )
                 if candidate.dynamo_site is not None:
                     runner.uncompiled = candidate.dynamo_site.lowered.call
@@ -393,31 +368,6 @@ class Pipeline:
         check_ranks_agree(stored.parts or {}, what)
         return partial(decide_on_first_rank, what=what)
 
-    def _real_inputs(
-        self, placeholders: Sequence[Node], weight_positions: Collection[int]
-    ) -> dict[Node, torch.Tensor]:
-        """The real tensors behind some placeholders, where each of Dynamo's inputs is one."""
-        real = self._inputs_of(len(placeholders))
-        return {
-            placeholders[i]: real[i]
-            for i in weight_positions
-            if i < len(real) and isinstance(real[i], torch.Tensor)
-        }
-
-    def _unversioned(self, number: int) -> frozenset[int]:
-        """Positions of the inputs that are inference tensors, as far as known."""
-        return frozenset(
-            i
-            for i, value in enumerate(self._inputs_of(number))
-            if isinstance(value, torch.Tensor) and value.is_inference()
-        )
-
-    def _inputs_of(self, number: int) -> Sequence[Any]:
-        """Dynamo's real inputs, where they are those of a graph of so many; else none."""
-        if number != len(self.example_inputs) or torch_internals.inputs_were_changed():
-            return ()
-        return self.example_inputs
-
     def _notify(self, name: EventName, report: GraphReport, seconds: float, **details: Any) -> None:
         self.session.notify(Event(name, report.name, seconds, details))
 
@@ -437,8 +387,6 @@ class Pipeline:
         what = f"plugin {plugin!r} failed in stage {stage!r} on graph {report.name!r}"
         contain(self.session, report.name, plugin, stage, error, what)
         trip(report, plugin, stage, report.name, error, instead)
-
-    # --- reporting ------------------------------------------------------------------------------
 
     def _report(self, kind: GraphKind) -> GraphReport:
         backends = tuple(info.name for info in self.session.backends)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.contracts import Boxed
 from fuseboard.profile.judge.interpret import Disturbed, Eager, run
 from fuseboard.run.eager import boxed_function
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 
 
 class CapturedGraph:
@@ -96,11 +96,11 @@ class CapturedBackward(CapturedGraph):
 
     def boxed(self) -> Boxed:
         """What AOTAutograd gets."""
-        batched, autocast = torch_internals.gradients_are_batched, self._autocast_is_on
+        batched, autocast = torch_modes.gradients_are_batched, self._autocast_is_on
 
         def call(args: list[Any]) -> Sequence[Any]:
-            if torch_internals.function_mode_count():  # eager's backward is C++, which asks none
-                with torch_internals.without_function_modes():
+            if torch_modes.function_mode_count():  # eager's backward is C++, which asks none
+                with torch_modes.without_function_modes():
                     return call(args)
             if batched():
                 return self._op_by_op(args)
@@ -116,11 +116,11 @@ class CapturedBackward(CapturedGraph):
 
         AOTAutograd switches it off for the call itself, if the forward is under autocast.
         """
-        self._around.autocast = torch_internals.autocast_is_on()
+        self._around.autocast = torch_modes.autocast_is_on()
 
     def _autocast_is_on(self) -> bool:
         around, self._around.autocast = getattr(self._around, "autocast", False), False
-        return around or torch_internals.autocast_is_on()
+        return around or torch_modes.autocast_is_on()
 
     def _op_by_op(self, args: list[Any]) -> Sequence[Any]:
         self._note("called with batched gradients: runs op by op then, and isn't judged")
@@ -128,12 +128,12 @@ class CapturedBackward(CapturedGraph):
 
     def _under_autocast(self, args: list[Any]) -> Sequence[Any]:
         if self._autocast_matters is False:
-            with torch_internals.without_autocast():
+            with torch_modes.without_autocast():
                 return self.function(args)
         inputs = list(args)
         args.clear()
         recast = _Recast()
-        with torch_internals.autocast_again():
+        with torch_modes.autocast_again():
             results = run(self.graph, inputs, recast)
         if self._autocast_matters is None:
             self._autocast_matters = recast.differed

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -98,93 +97,6 @@ def is_dynamo_error(error: BaseException) -> bool:
     if isinstance(error, exc.Unsupported):  # by a compile inside of AOTAutograd's, as of a cond
         return False
     return isinstance(error, (exc.TorchDynamoException, *fallbacks))
-
-
-def autocast_is_on() -> bool:
-    """Whether autocast is on for any kind of device; AOTAutograd switches it off while it runs."""
-    return torch._C._is_any_autocast_enabled()
-
-
-#: How many modes of ``__torch_function__`` are on.
-function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
-
-
-def function_modes_are_on() -> bool:
-    """Whether the call that Dynamo compiles is made under modes of ``__torch_function__``.
-
-    Dynamo takes them off while it traces (``torch/_dynamo/variables/torch_function.py``).
-    """
-    from torch._dynamo.variables import torch_function
-
-    manager = getattr(torch_function, "torch_function_mode_stack_state_mgr", None)
-    return function_mode_count() > 0 or bool(getattr(manager, "stack", ()))
-
-
-@contextlib.contextmanager
-def without_function_modes() -> Iterator[None]:
-    """The modes of ``__torch_function__`` off, for the block. Those of subclasses stay."""
-    from torch.overrides import _pop_mode, _push_mode
-
-    modes = [_pop_mode() for _ in range(function_mode_count())]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
-
-
-def gradients_are_batched() -> bool:
-    """Whether a backward is called under ``vmap``, torch.func's or that of ``is_grads_batched``.
-
-    The latter is an older one (``torch/_vmap_internals.py``), whose level only counting tells.
-    """
-    level = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return level > 1 or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
-
-
-def before_backward(results: Any, hook: Callable[[], None]) -> None:
-    """Call a function before the backward of AOTAutograd's function that made these results."""
-    nodes = {r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn}
-    made = {_made_by_aot_autograd(node) for node in nodes} - {None}
-    for node in made:
-        node.register_prehook(lambda gradients: hook())
-
-
-def before_any_backward(results: Any, hook: Callable[[], None]) -> None:
-    """Call a function before the backward of what made each of these results."""
-    nodes = {r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn}
-    for node in nodes:
-        node.register_prehook(lambda gradients: hook())
-
-
-def _made_by_aot_autograd(node: Any) -> Any:
-    """The node itself, or what it is a view of; None for other code's."""
-    while node is not None and not type(node).__name__.startswith("CompiledFunction"):
-        following = node.next_functions
-        node = following[0][0] if len(following) == 1 else None
-    return node
-
-
-def without_autocast() -> contextlib.AbstractContextManager[None]:
-    """Autocast switched off, for the block."""
-    return torch._C._DisableAutocast()
-
-
-@contextlib.contextmanager
-def autocast_again() -> Iterator[None]:
-    """Autocast on the CPU and on CUDA, which AOTAutograd has switched off, on for the block."""
-    off = [name for name in ("cpu", "cuda") if not torch.is_autocast_enabled(name)]
-    if len(off) < 2:  # it isn't off
-        yield
-        return
-    try:
-        for name in off:
-            torch.set_autocast_enabled(name, True)
-        yield
-    finally:
-        for name in off:
-            torch.set_autocast_enabled(name, False)
 
 
 def mirrors_dynamo() -> bool:
@@ -382,17 +294,6 @@ def real_tensors() -> Iterator[None]:
 
     with unset_fake_temporarily(), torch._guards.tracing(None), torch.no_grad():
         yield
-
-
-def saved_tensor_hooks_are_set() -> bool:
-    """Whether ``torch.autograd.graph.saved_tensors_hooks`` (a checkpoint, say) is entered."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None
-
-
-def is_in_backward() -> bool:
-    """Whether autograd's engine works in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def watch_dynamo(started: Callable[[], None], ended: Callable[[], None]) -> None:

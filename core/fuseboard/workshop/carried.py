@@ -28,9 +28,10 @@ from fuseboard.lower.overriding import Decided
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
 from fuseboard.pipeline.call import Compiled, GraphCall
-from fuseboard.pipeline.stages import Record, next_name
+from fuseboard.pipeline.staged_graph import Record
 from fuseboard.profile.choose.candidates import note_gain_of_preparing
 from fuseboard.report.data import GraphReport
+from fuseboard.report.names import next_name
 from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.checked import RegionChecks
 from fuseboard.run.program import Program

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fuseboard.forks import fork_safe_lock
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 
 Run = Callable[..., Any]
 
@@ -25,8 +25,8 @@ class Recomputations:
 
     def note(self) -> None:
         """A call is made by the program that is to make it again, or is made again."""
-        if torch_internals.saved_tensor_hooks_are_set():
-            again = torch_internals.is_in_backward()
+        if torch_modes.saved_tensor_hooks_are_set():
+            again = torch_modes.is_in_backward()
             with self._lock:
                 self._pending = max(self._pending - 1, 0) if again else self._pending + 1
 
@@ -41,7 +41,7 @@ class Recomputations:
             return new
 
         def call(*args: Any) -> Any:
-            if not torch_internals.saved_tensor_hooks_are_set():
+            if not torch_modes.saved_tensor_hooks_are_set():
                 return new(*args)
             if not self._pending:
                 put(new)

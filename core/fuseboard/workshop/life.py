@@ -33,7 +33,7 @@ from fuseboard.report.structured_trace import emit
 from fuseboard.run.failure import describe, trip
 from fuseboard.run.route import Route
 from fuseboard.torch_api import dynamo_graphs as torch_capture
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
@@ -133,7 +133,7 @@ class Life:
     def _seen(self, results: Any) -> Any:
         """Look whether gradients of gradients are asked for, which not all that is compiled has."""
         if self._training and not self._is_twice:
-            torch_internals.before_any_backward(results, self._look_how_often)
+            torch_modes.before_any_backward(results, self._look_how_often)
         return results
 
     def _look_how_often(self) -> None:

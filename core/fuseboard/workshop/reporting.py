@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from fuseboard.board import Session
 from fuseboard.contracts import Event, GraphKind
 from fuseboard.lower import background
-from fuseboard.pipeline.stages import call_numbers, next_name
 from fuseboard.report.data import GraphReport, ledger
+from fuseboard.report.names import call_numbers, next_name
 from fuseboard.report.structured_trace import emit
 from fuseboard.workshop.states import GraphState
 

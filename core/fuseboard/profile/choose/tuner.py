@@ -3,7 +3,8 @@
 A call is used for it, since only a call has real inputs. The first one compares what compiles
 quickly: each candidate is verified region by region, the right ones are timed in turn, and the call
 is answered by the winner. What takes long is compiled beside the following calls; the call after
-that compares it with the winner so far. Then the graph has *settled*.
+that compares it with the winner so far. Then the graph has *settled*. Past 400 lines: whatever may
+change which candidate runs is in one class.
 """
 
 from __future__ import annotations

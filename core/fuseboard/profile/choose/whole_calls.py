@@ -43,7 +43,7 @@ from fuseboard.run.failure import contain, describe, trip
 from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.run.runner import Runner
 from fuseboard.spare_memory import free_bytes
-from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.allocator import peak_bytes
 
 log = logging.getLogger("fuseboard")
@@ -139,7 +139,7 @@ class WholeCalls:
         settled = all(report.settled for report in self._reports.values())
         if self._training:
             settled = settled and "backward" in self._reports and torch.is_grad_enabled()
-        if self._training and torch_internals.saved_tensor_hooks_are_set():
+        if self._training and torch_modes.saved_tensor_hooks_are_set():
             # A checkpoint's would meet other saved tensors when it computes again.
             self._leave("it is called where hooks of saved tensors are set, as by a checkpoint")
         elif settled and self._lock.acquire(blocking=False):
@@ -260,7 +260,7 @@ class WholeCalls:
             results = [r for r in results if r.requires_grad]
             wanted = [v for v in own if isinstance(v, torch.Tensor) and v.requires_grad]
             ones = [torch.ones_like(r) for r in results]
-            with torch_internals.without_autocast():
+            with torch_modes.without_autocast():
                 torch.autograd.grad(results, wanted, ones, allow_unused=True)
         torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
 
