@@ -127,6 +127,7 @@ def _tests(out: Path) -> list[str]:
     if importlib.util.find_spec("pytest") is None:
         code = "print('pytest is not installed: the tests in tests/gpu were not run')"
         return [sys.executable, "-c", code]
+    # What is read is the end of the output, of which little comes back from such a machine.
     quiet = ["-q", "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", "--maxfail=25"]
     # Without pytest-timeout its setting is unknown, and a strict configuration an error.
     if importlib.util.find_spec("pytest_timeout") is None:

@@ -9,14 +9,13 @@ from torch.utils.checkpoint import checkpoint
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, forget_other_graphs
 from tests.support.values import rnd
+from tests.support.ways import ALONE, IN_CALLS
 
 #: How a graph settles: by the first call, within calls, with one backend alone.
 WAYS = {
     "first_call": {"settle": "first_call"},
-    "in_calls": {"settle": "in_calls", "backends": ["mkldnn", "eager"]},
-    "mkldnn": {"backends": ["mkldnn"]},
-    "onnxruntime": {"backends": ["onnxruntime"]},
-    "eager": {"backends": ["eager"]},
+    "in_calls": IN_CALLS,
+    **ALONE,
 }
 
 every_way = pytest.mark.parametrize("way", WAYS)

@@ -7,14 +7,13 @@ import torch
 
 from tests.support.backends import all_trips, forget_other_graphs
 from tests.support.values import rnd
+from tests.support.ways import ALONE, IN_CALLS, QUICK
 
 WAYS = {
-    "first_call": {"settle": "first_call", "backends": ["mkldnn", "eager"]},
-    "in_calls": {"settle": "in_calls", "backends": ["mkldnn", "eager"]},
-    "background": {"settle": "background", "backends": ["mkldnn", "eager"]},
-    "mkldnn": {"backends": ["mkldnn"]},
-    "onnxruntime": {"backends": ["onnxruntime"]},
-    "eager": {"backends": ["eager"]},
+    "first_call": {"settle": "first_call", "backends": QUICK},
+    "in_calls": IN_CALLS,
+    "background": {"settle": "background", "backends": QUICK},
+    **ALONE,
 }
 
 every_way = pytest.mark.parametrize("way", WAYS)
