@@ -139,7 +139,7 @@ def test_reports_tell_that_dynamos_graph_runs(later):
         model = Net()
         with plugged("fake", info=QUICK), timed(EAGER):
             steps(compiled(model, "fake", "eager"), model)
-    assert fuseboard.wait(10)
+    assert fuseboard.wait(100)
     for kind in ("forward",) if later else ("forward", "backward"):
         report = last_graph(kind)
         assert (report.regions, report.settled) == ([], True)
