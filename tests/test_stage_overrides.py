@@ -274,6 +274,28 @@ def test_a_plugin_can_lower_what_others_got():
     assert "lowered by mine, as stages.lower says" in region.notes
 
 
+def test_a_plugin_lowers_at_its_own_level():
+    """It is given ops as it decomposes them; the region's backend isn't."""
+    seen = {}
+
+    def decompositions():
+        return {torch.ops.aten.sin.default: lambda x: torch.cos(x - torch.pi / 2)}
+
+    def lower(region):
+        seen[region.backend] = {node.name for node in region.graph.graph.nodes}
+        return fuseboard.lower_eagerly(region) if region.backend == "other" else None
+
+    with (
+        plugged("mine", decompositions=decompositions, lower=lower),
+        plugged("other", lower=lower),
+    ):
+        agrees("other", stages={"lower": "mine"})
+    assert told() == []
+    assert "cos" in seen["mine"]
+    assert "sin" not in seen["mine"]
+    assert "sin" in seen["other"]
+
+
 # --- verify, measure ------------------------------------------------------------------------------
 
 

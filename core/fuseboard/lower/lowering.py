@@ -18,9 +18,9 @@ from fuseboard.errors import CONTAINED, LoweringError, RegionError
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.caching import Cache, Deferred, Task, Token
-from fuseboard.lower.decompose import decompose
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.isolated import LoweringResult
+from fuseboard.lower.op_levels import LevelKey, OpLevels
 from fuseboard.lower.overriding import Decided, Overriding, given_to
 from fuseboard.lower.specialise import Specialised
 from fuseboard.lower.static import is_symbolic
@@ -78,10 +78,10 @@ class Lowering:
     :ivar strict: a failure is raised, and isn't contained.
     :ivar defers: what takes long raises :class:`Deferred` instead.
     :ivar ready: what was deferred, and is compiled now.
-    :ivar carried: by signature: graphs of regions that another process has decomposed, None for
-        those that it left as they were. Where it is given, nothing is traced here, nor compiled
-        that should be in the cache, nor held against what that process has held it against.
-    :ivar decomposed: where to keep graphs that are decomposed, by signature, for another process.
+    :ivar carried: graphs of regions that another process has decomposed. Where it is given, nothing
+        is traced here, nor compiled that should be in the cache, nor held against what that process
+        has held it against.
+    :ivar decomposed: where to keep graphs that are decomposed for another process.
     :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
         that one is asked there alone.
     """
@@ -97,14 +97,13 @@ class Lowering:
     strict: bool = False
     defers: bool = False
     ready: Mapping[Token, LoweringResult] = field(default_factory=dict)
-    carried: Mapping[str, GraphModule | None] | None = None
-    decomposed: dict[str, GraphModule | None] | None = None
+    carried: Mapping[LevelKey, GraphModule | None] | None = None
+    decomposed: dict[LevelKey, GraphModule | None] | None = None
     overridden: set[Decided] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._overriding = Overriding(
-            self.session, self.report, self.overridden, self.carried is not None
-        )
+        self._levels = OpLevels(self.session, self.carried, self.decomposed)
+        self._overriding = Overriding(self.session, self.report, self.overridden, self._levels)
         self._known: dict[str, Lowered] = {}
         self._prepared: dict[str, _Prepared] = {}
         #: by signature: what the backend answered, and the region as it was lowered
@@ -273,12 +272,12 @@ class Lowering:
         cache = Cache(session, self.report, self.ready, self.defers, self.carried is not None)
         by_settings = fused.by_settings
         try:
-            with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
-                answer = self._overriding.lower(task)
-                if answer is not None:
-                    by_settings = session.override("lower")
-                    report.notes.append(f"lowered by {by_settings}, as stages.lower says")
-                else:
+            answer = self._overriding.lower(task)
+            if answer is not None:
+                by_settings = session.override("lower")
+                report.notes.append(f"lowered by {by_settings}, as stages.lower says")
+            else:
+                with torch_internals.isolated_tracing(torch_internals.fake_mode_of(inputs)):
                     answer = cache.lower(task, report)
         except Deferred:
             self._prepared[region.signature] = prepared
@@ -325,7 +324,7 @@ class Lowering:
 
     def _prepare(self, region: Region) -> _Prepared:
         """Decompose, fuse and hoist, on a copy of the region's graph."""
-        fused = self._fuse(self._decomposed(region), region)
+        fused = self._fuse(self._levels.at_level_of(region.backend, region), region)
         graph = fused.graph
         count = len(graph.graph.find_nodes(op="placeholder"))
         hoisted = hoist(graph, region.static_inputs, fused.made) if self.hoisting else None
@@ -339,21 +338,6 @@ class Lowering:
         return _Prepared(
             final, fused, tuple(hoisted.keeps), hoisted.prepare, hoisted.uses, hoisted.values
         )
-
-    def _decomposed(self, region: Region) -> GraphModule:
-        if self.carried is not None:  # no need to load what a backend decomposes with
-            if region.signature not in self.carried:
-                raise LoweringError(f"{region.name} was cut otherwise elsewhere")
-            return copy_graph(self.carried[region.signature] or region.graph)
-        graph = copy_graph(region.graph)
-        table = self.session.call(
-            "fuseboard_decompositions", region.backend, kind=self.kind, options=region.options
-        )
-        if table:
-            graph = decompose(graph, table)
-        if self.decomposed is not None:
-            self.decomposed[region.signature] = copy_graph(graph) if table else None
-        return graph
 
     def _fuse(self, graph: GraphModule, region: Region) -> _Fused:
         """The graph after the rewrites of the backend, or of who decides the stage instead."""

@@ -17,9 +17,11 @@ from fuseboard.contracts import Fusion, LoweredRegion, Region
 from fuseboard.errors import CONTAINED, LoweringError
 from fuseboard.lower.caching import Task
 from fuseboard.lower.guards import watching_guards
+from fuseboard.lower.op_levels import OpLevels
 from fuseboard.profile.costs.database import PluginRecords, database
 from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import contained, describe, trip
+from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
 
 T = TypeVar("T")
@@ -41,14 +43,17 @@ def given_to(region: Region, plugin: str, session: Session) -> Region:
 @dataclass(frozen=True)
 class Overriding:
     """
-    :ivar decided: what was decided so far.
-    :ivar carried: it was decided in another process, and ``decided`` says where.
+    :ivar decided: what was decided so far; in another process where ``levels`` come from one.
     """
 
     session: Session
     report: GraphReport
     decided: set[Decided]
-    carried: bool
+    levels: OpLevels
+
+    @property
+    def _is_carried(self) -> bool:
+        return self.levels.carried is not None
 
     def fuse(self, region: Region, graph: GraphModule, apply: Callable[..., T]) -> T | None:
         """What ``apply`` makes of (the rewrites, the graph they are of, who offers them).
@@ -74,8 +79,12 @@ class Overriding:
         """The region's code; None where that is left to its backend."""
 
         def ask(who: str) -> LoweredRegion | None:
-            shown = self._shown(who, task.region, task.region.graph)
-            found = self.session.overriding("fuseboard_lower", region=shown, inputs=task.inputs)
+            region, graph = task.region, task.region.graph
+            if self.session.has(who):
+                graph = self.levels.at_level_of(who, region)
+            shown = self._shown(who, region, graph)
+            with torch_internals.isolated_tracing(torch_internals.fake_mode_of(task.inputs)):
+                found = self.session.overriding("fuseboard_lower", region=shown, inputs=task.inputs)
             # The board could only give an artifact to the backend, whose it isn't.
             return None if found is None else dataclasses.replace(found[1], artifact=None)
 
@@ -96,13 +105,13 @@ class Overriding:
         """
         who = self.session.override(stage)
         key = stage, region.signature
-        if not who or (self.carried and key not in self.decided):
+        if not who or (self._is_carried and key not in self.decided):
             return None
         try:
             with watching_guards(self.session, who, region.graph, self.report.notes):
                 answer = ask(who)
         except CONTAINED as error:  # a function of the user's may raise anything
-            if self.carried:
+            if self._is_carried:
                 raise LoweringError(f"{who} failed in this process: {describe(error)}") from error
             contained(self.session, dataclasses.replace(region, backend=who), stage, error)
             instead = f"{region.backend} without it"
@@ -110,6 +119,6 @@ class Overriding:
             return None
         if answer is not None:
             self.decided.add(key)
-        elif self.carried:
+        elif self._is_carried:
             raise LoweringError(f"{who} answered in another process, and doesn't in this one")
         return answer

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import Claim, Decline, GraphKind, Plan, Region
 from fuseboard.fuse.passes import FusionCounter
+from fuseboard.lower.op_levels import LevelKey
 from fuseboard.lower.overriding import Decided
 from fuseboard.partition.pins import Wishes
 from fuseboard.partition.places import Place
@@ -64,14 +65,14 @@ class StagedGraph:
 class Record:
     """From what a graph's code was made, so that another process can make it again.
 
-    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; those
-        of other candidates, too.
+    :ivar decomposed: graphs of regions that were decomposed for a plugin; those of other
+        candidates, too.
     :ivar overridden: where who decides a stage by the settings did so.
     """
 
     staged: StagedGraph
     runner: Runner
-    decomposed: dict[str, GraphModule | None] = field(default_factory=dict)
+    decomposed: dict[LevelKey, GraphModule | None] = field(default_factory=dict)
     overridden: set[Decided] = field(default_factory=set)
     plan: Plan | None = None
 

@@ -24,6 +24,7 @@ from fuseboard.contracts import GraphKind
 from fuseboard.errors import LoweringError
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
+from fuseboard.lower.op_levels import LevelKey
 from fuseboard.lower.overriding import Decided
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
@@ -52,8 +53,8 @@ class _CarriedGraph:
     :ivar visible: how many leading outputs the caller sees; None: all.
     :ivar runs_original: in eager it runs best as Dynamo has it.
     :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
-    :ivar decomposed: graphs of regions that were decomposed for their backends, by signature; None
-        for those that weren't.
+    :ivar decomposed: graphs of regions that were decomposed for a plugin; None for those that
+        weren't.
     :ivar overridden: where who decides a stage by the settings did so.
     """
 
@@ -68,7 +69,7 @@ class _CarriedGraph:
     visible: int | None
     runs_original: bool
     fusions_offered: int
-    decomposed: dict[str, bytes | None]
+    decomposed: dict[LevelKey, bytes | None]
     overridden: frozenset[Decided]
     report: GraphReport
 
@@ -151,9 +152,9 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
         runs_original=runner.uncompiled is not runner.captured.eager,
         fusions_offered=staged.counter.offered,
         decomposed={
-            name: None if graph is None else _bytes_of(graph)
-            for name, graph in record.decomposed.items()
-            if name in used
+            key: None if graph is None else _bytes_of(graph)
+            for key, graph in record.decomposed.items()
+            if key[1] in used
         },
         overridden=frozenset(one for one in record.overridden if one[1] in used),
         report=staged.report,
@@ -246,8 +247,8 @@ def _run(
         real=_real_inputs(placeholders, carried, inputs),
         strict=True,
         carried={
-            name: None if one is None else _graph_from(one)
-            for name, one in carried.decomposed.items()
+            key: None if one is None else _graph_from(one)
+            for key, one in carried.decomposed.items()
         },
         overridden=set(carried.overridden),
     )
