@@ -224,7 +224,12 @@ ASK = {
     },
     "fuseboard_lower": {"region": None, "inputs": []},
     "fuseboard_load": {"artifact": b"", "region": None, "inputs": []},
-    "fuseboard_wrap": {"lowered": LoweredRegion(print), "region": None, "tell": print},
+    "fuseboard_wrap": {
+        "lowered": LoweredRegion(print),
+        "region": None,
+        "tell": print,
+        "lower_part": print,
+    },
     "fuseboard_export": {
         "graph": GRAPH,
         "inputs": [],

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from fuseboard.contracts import (
     BackendInfo,
+    Boxed,
     Claim,
     Decline,
     Event,
@@ -200,6 +201,7 @@ def fuseboard_wrap(
     region: Region,
     options: Any,
     tell: Callable[[str | BaseException], None],
+    lower_part: Callable[[GraphModule, Sequence[int]], Boxed],
 ) -> LoweredRegion | None:
     """Put something around a region that another backend lowered, such as a CUDA graph.
 
@@ -210,9 +212,11 @@ def fuseboard_wrap(
     inputs of ``lowered.call``, whose contract holds for the answer's call as well. ``options`` are
     this plugin's own. ``tell`` may be called at any time, in calls of the region too: a text
     becomes a note of the region, an exception that the wrapper contained becomes a trip (and is
-    raised as a RegionError if the policy says so); the wrapper then calls ``lowered.call``. None
-    means that the region stays as it is; to say why, answer with the same call and a note. A hook
-    that fails trips, and the region runs without it.
+    raised as a RegionError if the policy says so); the wrapper then calls ``lowered.call``.
+    ``lower_part`` has a graph of some of the region's nodes, with their fake values, compiled by
+    the region's backend, without wrappers; it is told the positions of those of its inputs that
+    are static. None means that the region stays as it is; to say why, answer with the same call
+    and a note. A hook that fails trips, and the region runs without it.
     """
 
 

@@ -39,7 +39,11 @@ class Recorded:
         region = fuseboard.Region("r", "eager", "inference", graph, "s", static)
         chosen = Options(enabled=True, **{"min_nodes": 1, **options})
         lowered = fuseboard.lower_eagerly(region)
-        self.call = wrap_region(lowered, region, chosen, self.told.append, self.device, "cpu").call
+        tell, whole = self.told.append, self._lower_part
+        self.call = wrap_region(lowered, region, chosen, tell, whole, self.device, "cpu").call
+
+    def _lower_part(self, graph: Any, static: Sequence[int]) -> Any:
+        raise AssertionError("these regions are recorded as a whole")
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         return self.call(list(args))

@@ -29,8 +29,8 @@ def device() -> Iterator[FakeDevice]:
     ledger.clear()
     device = FakeDevice()
 
-    def wrap(lowered, region, options, tell):
-        return wrap_region(lowered, region, options, tell, device, "cpu")
+    def wrap(lowered, region, options, tell, lower_part):
+        return wrap_region(lowered, region, options, tell, lower_part, device, "cpu")
 
     fuseboard.register(backend("recorder", {"wrap": wrap}, wraps_only=True, options=Options))
     yield device
@@ -160,6 +160,170 @@ def test_regions_of_several_backends_share_the_pool(device):
             assert_same(run(rnd(3, 5, seed=seed)), function(rnd(3, 5, seed=seed)))
         assert len(last_graph().regions) > 3
     assert set(notes()) == {"wrapped by recorder"}
+
+
+# --- cuts -----------------------------------------------------------------------------------------
+
+
+def gathered(y):
+    """Rows summed by the number in their first column: an op that can't be recorded."""
+    rows = y[:, 0].long().clamp(0, 9)
+    return torch.ops.aten.embedding_dense_backward(y, rows, 10, -1, False)
+
+
+WHY = "aten.embedding_dense_backward.default: its kernel waits for the GPU to count indices"
+
+
+def numbered(x, w):
+    """The op between others that can."""
+    y = torch.relu(x @ w) + 1
+    return torch.tanh(gathered(y) * y.sum()) + 0.5, y * 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "fake"])
+def test_a_region_is_recorded_around_what_cant_be(device, backend):
+    """Values bit for bit; the report says what is in the recordings, and why not the rest."""
+    with plugged("fake"), torch.no_grad():
+        run = recorded(numbered, *([backend] if backend == "fake" else []))
+        for seed in range(5):
+            inputs = rnd(4, 6, seed=seed), rnd(6, 5, seed=seed + 10)
+            assert_same(run(*inputs), numbered(*inputs))
+    (region,) = last_graph().regions
+    assert region.backend == backend
+    assert notes() == [
+        f"CUDA graphs: 10 of 11 ops in 2 recordings, cut around {WHY}",
+        "wrapped by recorder",
+    ]
+    assert device.count("record") == 2
+    # Of each part, in all calls but the first; "fake" is checked by one more.
+    assert device.count("replay") == (8 if backend == "eager" else 10)
+    assert all_trips() == []
+
+
+def test_a_training_step_is_recorded_around_what_cant_be(device):
+    """An embedding's gradient waits for the GPU: the rest of the backward is recorded."""
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(10, 8)
+            self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.rows(x.long().clamp(0, 9)))
+
+    nets = Net(), Net()
+    nets[1].load_state_dict(nets[0].state_dict())
+    run = recorded(nets[0])
+    for seed in range(5):
+        for net, function in zip(nets, (run, nets[1]), strict=True):
+            net.zero_grad()
+            function(5 * rnd(3, 7, seed=seed)).square().mean().backward()
+        grads = [[p.grad for p in net.parameters()] for net in nets]
+        torch.testing.assert_close(*grads)
+    (region,) = last_graph("backward").regions
+    assert f"cut around {WHY}" in region.notes[0]
+    assert all_trips() == []
+
+
+def test_draws_keep_their_order(device):
+    """Random numbers on both sides of a cut are those of eager."""
+
+    def function(x):
+        first = torch.nn.functional.dropout(x, 0.5)
+        return first * 2 + 1, torch.nn.functional.dropout(x + gathered(first).sum(), 0.5) * 3
+
+    run = recorded(function)
+    with torch.no_grad():
+        for seed in range(4):
+            x = rnd(6, 5, seed=seed)
+            results = []
+            for called in (run, function):
+                torch.manual_seed(seed)
+                results.append((*called(x), torch.rand(3)))
+            assert_same(*results)
+
+
+def test_weights_of_a_part_are_read_where_they_lie(device):
+    """They are inputs of the part, known as static; an update in place is seen."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).eval()
+
+    def function(x):
+        y = net(x)
+        return gathered(y) + y.sum()
+
+    run = recorded(function)
+    with torch.no_grad():
+        for seed in range(5):
+            x = rnd(4, 6, seed=seed)
+            assert_same(run(x), function(x))
+            net[0].weight.mul_(1.5)
+    assert net[0].weight.data_ptr() in device.graphs[0].reads
+    assert device.count("record") == 2
+
+
+@pytest.mark.parametrize("size", [3, 7])
+def test_a_cut_region_of_symbolic_sizes(device, size):
+    """Sizes reach each part."""
+    run = recorded(numbered, dynamic=True)
+    with torch.no_grad():
+        for seed in range(4):
+            inputs = rnd(size + seed % 2, 6, seed=seed), rnd(6, 5, seed=seed + 10)
+            assert_same(run(*inputs), numbered(*inputs))
+    assert "2 recordings" in notes()[0]
+
+
+def test_a_part_that_fails_to_record_goes_on(device):
+    """It trips once for each part; results are right."""
+    device.broken = RuntimeError("operation not permitted when stream is capturing")
+    run = recorded(numbered)
+    with torch.no_grad():
+        for seed in range(4):
+            inputs = rnd(4, 6, seed=seed), rnd(6, 5, seed=seed + 10)
+            assert_same(run(*inputs), numbered(*inputs))
+    assert [trip.plugin for trip in all_trips()] == ["recorder"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_cuts": 0}, ""),
+        (
+            {"min_nodes": 9},
+            "; cut around it, no part has as many ops that compute as "
+            "plugins.cudagraphs.min_nodes, 9",
+        ),
+    ],
+)
+def test_a_region_that_isnt_cut(device, options, reason):
+    """It was switched off, or nothing would be gained."""
+    run = recorded(numbered, **options)
+    inputs = rnd(4, 6), rnd(6, 5)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(run(*inputs), numbered(*inputs))
+    assert notes() == [f"CUDA graphs skipped: {WHY}{reason}"]
+    assert device.log == []
+
+
+def test_a_region_that_would_take_many_cuts(device):
+    """It is left as it is, and the report says how many there would be."""
+
+    def function(x):
+        for _ in range(3):
+            x = torch.relu(x + 1) * 2
+            x = x + gathered(x).sum()
+        return x
+
+    run = recorded(function, max_cuts=2)
+    with torch.no_grad():
+        assert_same(run(rnd(4, 6)), function(rnd(4, 6)))
+    (note,) = notes()
+    assert note.endswith("; it would take 3 cuts, plugins.cudagraphs.max_cuts is 2")
+
+
+# --- skips and failures ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

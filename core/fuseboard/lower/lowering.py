@@ -84,6 +84,7 @@ class Lowering:
     :ivar decomposed: where to keep graphs that are decomposed for another process.
     :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
         that one is asked there alone.
+    :ivar wraps: whether plugins may put something around what is lowered.
     """
 
     session: Session
@@ -100,6 +101,7 @@ class Lowering:
     carried: Mapping[LevelKey, GraphModule | None] | None = None
     decomposed: dict[LevelKey, GraphModule | None] | None = None
     overridden: set[Decided] = field(default_factory=set)
+    wraps: bool = True
 
     def __post_init__(self) -> None:
         self._levels = OpLevels(self.session, self.carried, self.decomposed)
@@ -158,8 +160,9 @@ class Lowering:
             return self._specialise(region, report)
         bare, shown = self._bare[region.signature]
         shown = dataclasses.replace(shown, name=region.name, source=region.source)
-        answer = wrap_region(bare, shown, region, self.session, self.report, report)
-        return dataclasses.replace(known, region=region, call=answer.call)
+        return dataclasses.replace(
+            known, region=region, call=self._wrapped(bare, shown, region, report)
+        )
 
     def _region(self, cut: Cut, name: str, whole: bool) -> Region:
         assert cut.graph is not None
@@ -288,7 +291,7 @@ class Lowering:
             raise LoweringError(f"{backend} declined the region when it was to be lowered")
         report.notes.extend(answer.notes)
         self._bare[region.signature] = answer, shown
-        call = wrap_region(answer, shown, region, session, self.report, report).call
+        call = self._wrapped(answer, shown, region, report)
         lowered = Lowered(
             region,
             call,
@@ -305,6 +308,21 @@ class Lowering:
         if unproven and not only_torchs_ops(prepared.prepare):
             prepare = CheckedPrepare(prepare, fused.by_settings or backend)
         return dataclasses.replace(lowered, prepare=prepare, uses=prepared.uses)
+
+    def _wrapped(
+        self, answer: LoweredRegion, shown: Region, region: Region, report: RegionReport
+    ) -> Boxed:
+        """The region's call, within whatever wraps it."""
+        if not self.wraps:
+            return answer.call
+
+        def lower_part(graph: GraphModule, static: Sequence[int]) -> Boxed:
+            parts = dataclasses.replace(self._for_parts(), wraps=False)
+            return _lower_part(parts, region, graph, static)
+
+        return wrap_region(
+            answer, shown, region, self.session, self.report, report, lower_part
+        ).call
 
     def _for_parts(self) -> Lowering:
         """The same, holding on to no weights and telling nobody."""
@@ -365,16 +383,18 @@ class Lowering:
         return _Fused(graph, {node.name for node in graph.graph.nodes} - before, done)
 
 
-def _lower_part(lowering: Lowering, region: Region, graph: GraphModule) -> Boxed:
+def _lower_part(
+    lowering: Lowering, region: Region, graph: GraphModule, static: Sequence[int] = ()
+) -> Boxed:
     """A part of a region, compiled as the region was."""
-    name = f"{region.name}.part"
-    further = (region.kind, (), region.random, False)
+    name, static = f"{region.name}.part", tuple(static)
+    further = (region.kind, static, region.random, False)
     own = dataclasses.replace(
         region,
         name=name,
         graph=graph,
         signature=signature(graph, region.backend, further),
-        static_inputs=(),
+        static_inputs=static,
         whole=False,
     )
     return lowering._lower_on(own, RegionReport(name, region.backend, {}), None).call

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch.fx import GraphModule
 
 from fuseboard.board import Session
-from fuseboard.contracts import LoweredRegion, Region, Stage
+from fuseboard.contracts import Boxed, LoweredRegion, Region, Stage
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.run.failure import contained, trip
@@ -19,12 +21,14 @@ def wrap_region(
     session: Session,
     report: GraphReport,
     region_report: RegionReport,
+    lower_part: Callable[[GraphModule, Sequence[int]], Boxed],
 ) -> LoweredRegion:
     """The region inside whatever wraps it; a wrapper that fails trips and is left out.
 
     :param region: as it was lowered; its graph is the wrappers' to look at.
     :param planned: as it was cut. What is told in a later call refers to it, so that the other
         graph can be let go.
+    :param lower_part: the hook's argument.
     :raises RegionError: a wrapper failed and the policy is to raise.
     """
     for plugin in session.with_hook("fuseboard_wrap"):
@@ -33,7 +37,12 @@ def wrap_region(
         tell = _tell(failed, region_report)
         try:
             answer: LoweredRegion | None = session.call(
-                "fuseboard_wrap", plugin, lowered=lowered, region=region, tell=tell
+                "fuseboard_wrap",
+                plugin,
+                lowered=lowered,
+                region=region,
+                tell=tell,
+                lower_part=lower_part,
             )
         except (PluginError, LoweringError) as error:
             failed("lower", error)

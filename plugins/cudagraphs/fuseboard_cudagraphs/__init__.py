@@ -40,8 +40,9 @@ def fuseboard_wrap(
     region: fuseboard.Region,
     options: Any,
     tell: Callable[[str | BaseException], None],
+    lower_part: Callable[..., Any],
 ) -> fuseboard.LoweredRegion | None:
-    """Record the region if that is wanted and possible."""
+    """Record the region, or as much of it as can be, if that is wanted."""
     from fuseboard_cudagraphs._wrap import wrap_region
 
-    return wrap_region(lowered, region, options, tell)
+    return wrap_region(lowered, region, options, tell, lower_part)

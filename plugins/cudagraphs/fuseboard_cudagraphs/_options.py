@@ -15,6 +15,8 @@ class Options(BaseModel):
     :ivar max_graphs: how many graphs one region keeps: one for each combination of sizes, CPU
         scalars and weights. Beyond it the least recently used one goes.
     :ivar min_nodes: a region with fewer ops that compute (not views) is left as it is.
+    :ivar max_cuts: at how many places a region may be cut around ops that can't be recorded; with 0
+        it is recorded as a whole or not at all.
     :ivar warmup: calls of a combination that run as they are before one is recorded.
     :ivar namespaces: namespaces of custom ops that may be recorded. They must neither wait for the
         GPU nor decide anything on the host.
@@ -26,6 +28,7 @@ class Options(BaseModel):
     inner: tuple[str, ...] | None = None
     max_graphs: int = Field(default=32, ge=1)
     min_nodes: int = Field(default=8, ge=1)
+    max_cuts: int = Field(default=8, ge=0)
     warmup: int = Field(default=1, ge=1)
     namespaces: tuple[str, ...] = ()
 

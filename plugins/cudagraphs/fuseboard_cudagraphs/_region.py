@@ -16,9 +16,14 @@ from fuseboard_cudagraphs._options import Options
 from fuseboard_cudagraphs._partition import is_cpu_scalar, tensors_of, why_not
 
 
+def is_wanted(region: Region, options: Options) -> bool:
+    """Whether regions of its backend are to be recorded."""
+    return options.inner is None or region.backend in options.inner
+
+
 def why_not_region(region: Region, options: Options, device_type: str = "cuda") -> str | None:
     """Why a region isn't recorded, for the report; None if it is."""
-    if options.inner is not None and region.backend not in options.inner:
+    if not is_wanted(region, options):
         return f"{region.backend} isn't among plugins.cudagraphs.inner"
     nodes = list(region.graph.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -46,7 +51,7 @@ def _why_not_ops(nodes: Sequence[Node], options: Options, device_type: str) -> s
     if declined:
         more = f" (and {len(declined) - 1} more)" if len(declined) > 1 else ""
         return f"{declined[0]}{more}"
-    count = sum(map(_computes, calls))
+    count = sum(map(computes, calls))
     if count < options.min_nodes:
         return f"too small: {count} ops that compute, plugins.cudagraphs.min_nodes is " + str(
             options.min_nodes
@@ -54,7 +59,7 @@ def _why_not_ops(nodes: Sequence[Node], options: Options, device_type: str) -> s
     return None
 
 
-def _computes(node: Node) -> bool:
+def computes(node: Node) -> bool:
     """Whether an op launches a kernel, as views and arithmetic on sizes don't."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and not target.is_view
