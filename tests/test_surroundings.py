@@ -135,18 +135,7 @@ def test_a_backward_under_another_autocast(winner):
     held_against_eager(replace(case, exact=True), winner, calls=4, **QUICK)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        *("sin", "tripled", "vmap", "cond"),
-        pytest.param(
-            "checkpoint",
-            marks=pytest.mark.xfail(
-                reason="Dynamo doesn't trace a mode into the body of a checkpoint"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("step", ["sin", "tripled", "vmap", "cond", "checkpoint"])
 def test_a_mode_that_changes_functions(step):
     """Acts once, wherever the function is called."""
     inner = (("sin", ()),) if step in TRANSFORMS else ()

@@ -1,9 +1,12 @@
-"""Graphs that AOTAutograd doesn't capture as they are: inference mode inside, named subclasses."""
+"""Graphs that aren't captured as they are: inference mode inside, named subclasses, modes outside."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.backends import all_trips, forget_other_graphs
 from tests.support.values import rnd
@@ -171,3 +174,57 @@ def test_parameters_of_a_subclass(way):
 
     module = Module()
     assert_as_eager(module, way, lambda: (rnd(3, 3),))
+
+
+# --- modes around checkpoints -----------------------------------------------------------------------
+
+
+class Doubling(TorchFunctionMode):
+    """Twice the sine, and all else as it is."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.sin else result
+
+
+class Negating(TorchFunctionMode):
+    """Changes whatever it sees; a checkpoint isn't seen by any mode."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return -result if isinstance(result, torch.Tensor) else result
+
+
+def keeps_a_sine(x):
+    return checkpoint(torch.sin, x, use_reentrant=False)
+
+
+@every_way
+@pytest.mark.parametrize("mode", [Doubling, Negating])
+def test_a_mode_acts_in_the_body_of_a_checkpoint(mode, way):
+    """Dynamo doesn't trace it there, so eager runs the code, and a trip says so."""
+    fn = compiled(keeps_a_sine, way)
+    for _ in range(3):
+        x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+        with mode():
+            want, got = keeps_a_sine(x), fn(y)
+            torch.autograd.backward([want, got], [torch.ones(2), torch.ones(2)])
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(y.grad, x.grad)
+        torch.testing.assert_close(fn(y), y.sin())
+    assert ("Dynamo", "capture") in [(trip.plugin, trip.stage) for trip in all_trips()]
+
+
+def test_one_graph_of_a_checkpoint_under_a_mode_is_an_error():
+    """There is no graph that does what eager does."""
+    fn = torch.compile(keeps_a_sine, backend="fuseboard", fullgraph=True)
+    with Doubling(), pytest.raises(BackendCompilerFailed, match=r"modes .* \(Doubling\)"):
+        fn(torch.ones(2))
+
+
+def test_a_default_device_is_no_reason_to_leave_a_checkpoint_to_eager():
+    """It is a mode, but the CPU's changes nothing."""
+    fn = torch.compile(lambda x: keeps_a_sine(x) + torch.ones(2), backend="fuseboard")
+    with torch.device("cpu"):
+        torch.testing.assert_close(fn(torch.ones(2)), torch.ones(2).sin() + 1)
+    assert not all_trips()

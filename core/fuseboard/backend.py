@@ -11,10 +11,12 @@ from torch.fx import GraphModule
 from fuseboard.board import Session, board
 from fuseboard.capture.original import fix_negative_bases
 from fuseboard.capture.unfit_graphs import take_out_inference_mode
+from fuseboard.capture.untraced_modes import why_untraced
 from fuseboard.config import resolve
-from fuseboard.pipeline.call import compile_graph
+from fuseboard.errors import LoweringError
+from fuseboard.pipeline.call import compile_graph, contain_untraced
 from fuseboard.torch_api import modes as torch_modes
-from fuseboard.torch_api.frames import frame_title
+from fuseboard.torch_api.frames import frame_title, leave_to_eager, needs_one_graph
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
 from fuseboard.workshop.admission import why_in_calls, with_a_cache
@@ -47,6 +49,7 @@ def fuseboard(
     """
     with StateGuard(), eager_view_strides():
         session = _session(mode, options)
+        _refuse_untraced(session, graph)
         fix_negative_bases(graph)
         run = _in_its_inference_mode(_begin, session, graph, example_inputs)
     return _under_its_modes(run)
@@ -62,6 +65,7 @@ def compile_now(
     """Like :func:`fuseboard`, for callers that wait: candidates are compared within calls."""
     with StateGuard(), eager_view_strides():
         session = _session(mode, options)
+        _refuse_untraced(session, graph)
         fix_negative_bases(graph)
         run = _in_its_inference_mode(_compile, session, graph, example_inputs)
     return _under_its_modes(run)
@@ -72,6 +76,19 @@ def _session(mode: str | None, options: Mapping[str, Any] | None) -> Session:
     if problem := why_not_installed():
         session.notes.append(problem)
     return session
+
+
+def _refuse_untraced(session: Session, graph: GraphModule) -> None:
+    """Let eager run the user's code where Dynamo's graph isn't what that computes.
+
+    :raises LoweringError: the user wants one graph.
+    """
+    why = why_untraced(graph)
+    if why and needs_one_graph():
+        raise LoweringError(f"{why}, and fullgraph=True leaves no other way")
+    if why:
+        contain_untraced(session, graph, frame_title(), why)
+        leave_to_eager(why)
 
 
 def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
@@ -115,7 +132,7 @@ def _under_its_modes(compiled: Run) -> Run:
 
     Dynamo has traced through them, so what they do is in the graph; it would be done twice.
     """
-    if not torch_modes.function_modes_are_on():
+    if not torch_modes.function_modes():
         return compiled
 
     def run(*args: Any) -> Any:

@@ -30,21 +30,8 @@ NAMES = {
 #: Backends that compile quickly, so that all that they make of a graph is tried in a case's calls.
 QUICK = ["mkldnn", "onnxruntime", "eager"]
 
-#: What Dynamo does otherwise than eager, and the board can't mend.
-KNOWN = {
-    "case_15_function_mode": "Dynamo doesn't trace a mode into the body of a checkpoint",
-}
-
-
-def case(*values: str) -> object:
-    """The parameters of one case, whose name is the last."""
-    reason = KNOWN.get(values[-1])
-    marks = [pytest.mark.xfail(reason=reason)] if reason else []
-    return pytest.param(*values, marks=marks)
-
-
 every_case = pytest.mark.parametrize(
-    ("file", "name"), [case(file, name) for file in FILES for name in NAMES[file]]
+    ("file", "name"), [(file, name) for file in FILES for name in NAMES[file]]
 )
 vendored_case = pytest.mark.parametrize("name", NAMES["cases_dev"])
 
@@ -122,7 +109,7 @@ def test_case_with_mkldnn(modules, file, name):
 
 
 @pytest.mark.usefixtures("_measured")
-@pytest.mark.parametrize("name", [case(name) for name in NAMES["cases_surroundings"]])
+@pytest.mark.parametrize("name", NAMES["cases_surroundings"])
 def test_case_that_chooses(modules, name):
     """While candidates are tried, and when one was chosen."""
     run(modules, "cases_surroundings", name, QUICK, measure_s=0.01)
@@ -139,7 +126,7 @@ def test_case_that_settles_in_its_first_call(modules, file, name):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_measured")
 @pytest.mark.parametrize("backend", ["eager", "mkldnn", "onnxruntime"])
-@pytest.mark.parametrize("name", [case(name) for name in NAMES["cases_surroundings"]])
+@pytest.mark.parametrize("name", NAMES["cases_surroundings"])
 def test_case_with_one_backend_alone(modules, name, backend):
     """Nothing else answers what it declines, but eager."""
     run(modules, "cases_surroundings", name, [backend])

@@ -143,6 +143,15 @@ def compile_graph(
     return Compiled(call.unless_unfit(run, example_inputs), call, captured=compiled)
 
 
+def contain_untraced(session: Session, graph: GraphModule, frame: str, why: str) -> None:
+    """Report that eager runs the user's code, since Dynamo's graph isn't that.
+
+    :raises RegionError: the policy is to raise.
+    """
+    pipeline = GraphCall(session, graph, frame).pipeline
+    pipeline.contain_refused_graph(LoweringError(why), "Dynamo", "the user's code, in eager")
+
+
 class GraphCall:
     """A graph of Dynamo's while it is compiled.
 

@@ -134,14 +134,19 @@ class Pipeline:
         for runner in self.runners:
             give_up(runner, why, problem)
 
-    def contain_refused_graph(self, error: BaseException) -> None:
+    def contain_refused_graph(
+        self,
+        error: BaseException,
+        refused_by: str = "AOTAutograd",
+        instead: str = "Dynamo's own graph",
+    ) -> None:
         """AOTAutograd can't capture the graph, which then runs as Dynamo has it.
 
         :raises RegionError: the policy is to raise.
         """
         report = self._report("inference")
         ledger.add(report)
-        self._tripped(report, "AOTAutograd", "capture", error, "Dynamo's own graph")
+        self._tripped(report, refused_by, "capture", error, instead)
         emit(report)
 
     def contain_other_graph(self, problem: str) -> None:

@@ -57,16 +57,38 @@ def frame_scope() -> FrameScope:
     function that Dynamo compiles apart, after a graph break, has the compiled model among its
     callers.
     """
-    from torch._dynamo import symbolic_convert
-
-    current = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
-    root = getattr(getattr(current, "output", None), "root_tx", None)
+    root = _root_translator()
     if root is None:
         return FrameScope({}, [])
     names = {f"L[{name!r}]": value for name, value in root.f_locals.items()}
     used = _globals_of(root.f_code, root.f_globals)
     names.update((f"G[{name!r}]", value) for name, value in used.items())
     return FrameScope(names, _callers_objects())
+
+
+def _root_translator() -> Any:
+    """Dynamo's translator of the frame that is being compiled; None outside of Dynamo."""
+    from torch._dynamo import symbolic_convert
+
+    current = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
+    return getattr(getattr(current, "output", None), "root_tx", None)
+
+
+def needs_one_graph() -> bool:
+    """Whether the frame that is being compiled is to be one graph: ``fullgraph=True``."""
+    return bool(getattr(_root_translator(), "one_graph", False))
+
+
+def leave_to_eager(why: str) -> None:
+    """From a backend's call, let eager run the frame that is being compiled, now and later.
+
+    Read in ``call_user_compiler`` of ``torch/_dynamo/output_graph.py``.
+
+    :raises SkipFrame: which Dynamo takes for that wish.
+    """
+    from torch._dynamo.exc import SkipFrame
+
+    raise SkipFrame(why)
 
 
 def _callers_objects() -> list[Any]:

@@ -23,15 +23,30 @@ def autocast_is_on() -> bool:
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 
 
-def function_modes_are_on() -> bool:
-    """Whether the call that Dynamo compiles is made under modes of ``__torch_function__``.
+def function_modes() -> list[Any]:
+    """The modes of ``__torch_function__`` that the call which Dynamo compiles is made under.
 
     Dynamo takes them off while it traces (``torch/_dynamo/variables/torch_function.py``).
     """
     from torch._dynamo.variables import torch_function
+    from torch.overrides import _get_current_function_mode_stack
 
     manager = getattr(torch_function, "torch_function_mode_stack_state_mgr", None)
-    return function_mode_count() > 0 or bool(getattr(manager, "stack", ()))
+    return [*_get_current_function_mode_stack(), *getattr(manager, "stack", ())]
+
+
+def default_device_of(mode: object) -> torch.device | None:
+    """The device of a mode that ``set_default_device`` or ``with torch.device`` entered."""
+    from torch.utils._device import DeviceContext
+
+    return torch.device(mode.device) if isinstance(mode, DeviceContext) else None
+
+
+def takes_default_device(function: Any) -> bool:
+    """Whether a function of torch's makes tensors where the default device says."""
+    from torch.utils._device import _device_constructors
+
+    return function in _device_constructors()
 
 
 @contextlib.contextmanager
