@@ -1,4 +1,4 @@
-"""Graphs that aren't captured as they are: inference mode inside, named subclasses, modes outside."""
+"""Graphs that aren't captured as they are: inference mode inside, named subclasses, modes."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_parameters_of_a_subclass(way):
     assert_as_eager(module, way, lambda: (rnd(3, 3),))
 
 
-# --- modes around checkpoints -----------------------------------------------------------------------
+# --- modes around checkpoints ---------------------------------------------------------------------
 
 
 class Doubling(TorchFunctionMode):

@@ -4,20 +4,29 @@ Dynamo traces a function's forward and backward into graphs of an op of its own.
 calls that op (``AutogradFunctionApply`` in ``torch/_functorch/autograd_function.py``), what was
 saved has no history and the backward's graph switches gradients off, so that a second gradient is
 dropped without a word. Here the two graphs are applied as eager applies the functions that they
-were traced from. That a function is ``once_differentiable`` the graphs don't tell.
+were traced from. That a backward is ``once_differentiable`` is told by where its ops were traced:
+in a function that torch's decorator calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Node
 
 from fuseboard.torch_api.copies import copy_graph
 
 _NAME = "autograd_function_apply"
+
+#: Where torch's decorator calls the function that it is given, as a node's stack trace has it.
+_ONCE = f'File "{once_differentiable.__code__.co_filename}", line '
+
+#: What computes gradients, for each backward's graph of Dynamo's.
+_backwards: WeakKeyDictionary[GraphModule, Callable[..., Any]] = WeakKeyDictionary()
 
 
 def with_eager_functions(graph: GraphModule) -> GraphModule:
@@ -46,7 +55,7 @@ def _apply(
 ) -> Any:
     """Call a function of the user's on inputs."""
     saved: list[Any] = []
-    gradients_of = _unguarded(backward_graph)
+    gradients_of = _backward_of(backward_graph)
 
     class Applied(torch.autograd.Function):
         @staticmethod
@@ -70,9 +79,42 @@ def _apply(
             values = list(saved)
             for i, value in zip(saved_for_backward_idx, context.saved_tensors, strict=True):
                 values[i] = value
-            return gradients_of(*gradients, *values)
+            return gradients_of(context, gradients, values)
 
     return Applied.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+def _backward_of(graph: GraphModule) -> Callable[..., Any]:
+    """What computes gradients from a function's context, those of its results and what it saved."""
+    if (known := _backwards.get(graph)) is None:
+        known = _backwards[graph] = _made_backward(graph)
+    return known
+
+
+def _made_backward(graph: GraphModule) -> Callable[..., Any]:
+    unguarded = _unguarded(graph)
+
+    def backward(context: Any, gradients: Sequence[Any], values: Sequence[Any]) -> Any:
+        return unguarded(*gradients, *values)
+
+    if not _is_once_differentiable(graph):
+        return backward
+
+    def once(context: Any, gradients: Sequence[Any], values: Sequence[Any]) -> Any:
+        @once_differentiable
+        def of_gradients(context: Any, *gradients: Any) -> Any:
+            return unguarded(*gradients, *values)
+
+        return of_gradients(context, *gradients)
+
+    return once
+
+
+def _is_once_differentiable(graph: GraphModule) -> bool:
+    """Whether a backward was traced in the function that ``once_differentiable`` makes."""
+    traces = [node.stack_trace or "" for node in graph.graph.nodes]
+    places = (line for trace in traces for line in trace.splitlines() if _ONCE in line)
+    return any(line.endswith(", in wrapper") for line in places)
 
 
 def _unguarded(backward: GraphModule) -> GraphModule:

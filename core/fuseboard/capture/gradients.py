@@ -30,6 +30,10 @@ from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 _MODES = tuple(part for part in ANSWER_PARTS if "autocast" in part.name)
 
 Run = Callable[..., Any]
+
+#: How much of what a call writes to is copied before it, such as a batch norm's statistics.
+_WRITTEN_BYTES = 1 << 20
+
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -81,7 +85,7 @@ class Gradients:
             function._compiled_autograd_key = staticmethod(partial(_with_zeros, key))
 
     def _forward(self, own: Run, context: Any, *args: Any) -> Any:
-        call = _Call(args, self._draws)
+        call = _Call(args, self._draws, self._form.written if self._form is not None else ())
         results = own(context, *args)
         if self._form is not None:
             call.forms = {i: _form(results[i]) for i in self._form.with_gradient}
@@ -106,6 +110,11 @@ class Gradients:
         if not aot_functions.keeps_graph():
             call.forget()
         return results
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether there may be calls whose gradients can't be differentiated as they are."""
+        return bool(self.why_not or (self._form is not None and self._form.written))
 
     def unfit(self, args: Sequence[Any]) -> str:
         """Why Dynamo's own graph has to answer a call; "" if it hasn't."""
@@ -151,6 +160,8 @@ class Gradients:
                 stack.enter_context(torch_modes.without_function_modes())
             # As aliases: one input may be computed from another one, which isn't this graph's.
             leaves = [a.view_as(a) if _has_gradient(a) else a for a in inputs]
+            for i in call.copied:  # each run writes to them
+                leaves[i] = leaves[i].clone()
             results = self._results(call, leaves)
         pairs = [
             (result, gradient)
@@ -182,7 +193,7 @@ class Gradients:
             for part, value in zip(_MODES, self._modes, strict=True):
                 if part.read() != value:
                     part.write(value)
-            results = list(self._own(*inputs))
+            results = [None] * len(self._form.written) + list(self._own(*inputs))
         return [*results, *(results[i]._base for i in self._form.bases)]
 
     def _why_not_with(self, inputs: Sequence[Any] | None) -> str:
@@ -247,15 +258,23 @@ class _Call:
     """What one call of the forward leaves for its backward.
 
     Inputs are held as autograd would, until the backward has run; but where hooks of saved tensors
-    are set, as by a checkpoint, they say what becomes of tensors, and only leaves are held.
+    are set, as by a checkpoint, they say what becomes of tensors, and only leaves are held. Inputs
+    that the call writes to are held as they were before, where copies of them are small.
 
+    :ivar copied: positions of those inputs.
     :ivar forms: of the results that have a gradient, by position.
     :ivar drawn: the state of the generator before it, if it draws.
     """
 
-    __slots__ = ("_inputs", "_versions", "drawn", "forms")
+    __slots__ = ("_inputs", "_versions", "copied", "drawn", "forms")
 
-    def __init__(self, inputs: Sequence[Any], may_draw: bool) -> None:
+    def __init__(self, inputs: Sequence[Any], may_draw: bool, written: Sequence[int] = ()) -> None:
+        self.copied: Sequence[int] = ()
+        if written and sum(inputs[i].nbytes for i in written) <= _WRITTEN_BYTES:
+            self.copied = written
+            inputs = list(inputs)
+            for i in written:
+                inputs[i] = inputs[i].clone()
         self._inputs: Sequence[Any] | None = inputs
         if torch_modes.saved_tensor_hooks_are_set():
             self._inputs = [

@@ -199,6 +199,8 @@ class GraphCall:
         self.mutated = torch_internals.input_roles().mutated
         self.input_count = len(inputs)
         if kind == "forward":
+            if torch_internals.writes_cut_gradients_off():
+                raise LoweringError("it writes to an input that has a gradient, as results do")
             torch_internals.note_no_donated_buffers()
         captured = self._captured_graph(graph, kind)
         self._compile(captured, kind)
@@ -348,7 +350,7 @@ class GraphCall:
             conditions.append(unfit_calls.writes_in_a_checkpoint)
         if self.mutated:
             conditions.append(unfit_calls.other_overlaps(example_inputs))
-        if self.gradients is not None and self.gradients.why_not:
+        if self.gradients is not None and self.gradients.may_refuse:
             conditions.append(self.gradients.unfit)
         own = forward_of(self.graph)
         return unfit_calls.unless_unfit(compiled, own, conditions, self._note)

@@ -67,12 +67,15 @@ class FunctionForm:
     :ivar count: of the results; those that have no gradient are among them.
     :ivar with_gradient: positions of those that have one, in the order in which the backward graph
         takes these.
-    :ivar bases: positions of outputs of the graph, whose bases are the last results, in order.
+    :ivar bases: positions of results, whose bases are the last results, in order.
+    :ivar written: positions of the inputs that a call writes to. They have no gradient; their new
+        values are the first results.
     """
 
     count: int
     with_gradient: tuple[int, ...]
     bases: tuple[int, ...]
+    written: tuple[int, ...] = ()
 
 
 class UnknownForm(Exception):
@@ -85,27 +88,30 @@ def form_of(function: Any) -> FunctionForm:
     try:
         if getattr(function, "maybe_subclass_metadata", None) is not None:
             raise UnknownForm("an input or a result is of a tensor subclass")
-        if data.num_mutated_inp_runtime_indices or any(
-            one.mutates_data or one.mutates_metadata for one in data.input_info
+        if any(
+            one.mutates_metadata or (one.mutates_data and one.requires_grad)
+            for one in data.input_info
         ):
-            raise UnknownForm("it writes to its inputs")
+            raise UnknownForm("it writes to an input with a gradient, or changes an input's form")
         if data.tokens or data.is_rng_op_functionalized or data.num_graphsafe_rng_states:
             raise UnknownForm("it has effects, or a generator's state among its inputs")
+        written = tuple(data.mutated_inp_runtime_indices)
         outputs = data.output_info
         kinds = [one.output_type.name for one in outputs]
         own = [
-            i
+            len(written) + i
             for i, one in enumerate(outputs)
             if kinds[i] in _OWN_GRADIENT
             and issubclass(one.raw_type, torch.Tensor)
             and one.requires_grad_for_backward
         ]
         based = {one.base_idx: i for i, one in enumerate(outputs) if kinds[i] in _OF_A_BASE}
-        bases = tuple(based[i] for i in range(data.num_intermediate_bases))
+        bases = tuple(len(written) + based[i] for i in range(data.num_intermediate_bases))
     except (AttributeError, KeyError) as error:
         raise UnknownForm(f"this torch describes its results otherwise ({error})") from error
-    count = len(outputs) + len(bases)
-    return FunctionForm(count, (*own, *range(len(outputs), count)), bases)
+    first_base = len(written) + len(outputs)
+    count = first_base + len(bases)
+    return FunctionForm(count, (*own, *range(first_base, count)), bases, written)
 
 
 def gradients_by_result(

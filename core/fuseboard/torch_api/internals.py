@@ -31,6 +31,25 @@ class InputRoles:
     visible_outputs: int | None
 
 
+def writes_cut_gradients_off() -> bool:
+    """Whether results have a gradient, and so has an input that the graph writes to.
+
+    What the graph computes from it after that depends on the input that there was before, for
+    autograd: AOTAutograd's function knows no other one. In eager it depends on the input as it is.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is None:
+        return False
+    hidden = ("mutations_hidden_from_autograd", "mutations_under_no_grad_or_inference_mode")
+    return any(one.requires_grad for one in metadata.output_info) and any(
+        info.mutates_data
+        and info.requires_grad
+        and not any(getattr(info, h, False) for h in hidden)
+        for info in metadata.input_info
+    )
+
+
 def first_call_unwatched() -> contextlib.AbstractContextManager[Any]:
     """For the block, let AOTAutograd not look for aliases among the results of custom ops.
 
