@@ -16,6 +16,10 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from fuseboard_inductor import _generated
+
 log = logging.getLogger("fuseboard")
 
 
@@ -28,7 +32,9 @@ def dump(compiled: Any, notes: tuple[str, ...]) -> bytes | None:
     if key is None or getattr(compiled, "frozen_param_names", None):
         return None  # these live in the graph module, which isn't stored
     stored = pickled(compiled)
-    return None if stored is None else pickle.dumps((key, stored, notes))
+    if stored is None:
+        return None
+    return pickle.dumps((key, stored, notes, _generated.needs_of(compiled)))
 
 
 def pickled(compiled: Any) -> bytes | None:
@@ -53,30 +59,55 @@ def load(
     artifact: bytes, inputs: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
     """The compiled graph and its notes; None where Inductor's settings or sources are others."""
-    from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
-    key, stored, notes = pickle.loads(artifact)
+    key, stored, notes, needs = pickle.loads(artifact)
     if key != stamp():
         return None
     constants = CompiledFxGraphConstants()
-    graph, _ = FxGraphCache.cache_hit_post_compile(pickle.loads(stored), {}, constants)
+    graph = _with_module(pickle.loads(stored), constants, needs)
     if graph is None:
         return None
     graph.post_compile(list(inputs), constants, graph.fx_kwargs)
-    return graph, notes
+    return _generated.direct_call(graph), notes
+
+
+def _with_module(graph: Any, constants: Any, needs: _generated.Needs) -> Any:
+    """The graph with its code's module; None where its source is gone.
+
+    What Inductor does beside that concerns Triton's kernels, and its counters.
+    """
+    if _generated.is_for_cpu(graph):
+        module = _generated.load_module(graph.cache_key, graph.write_to_disk(), needs)
+        vars(module).update(constants.unwrap(graph))
+        graph.current_callable = module.call
+        graph.recursively_apply_fns = getattr(module, "recursively_apply_fns", None)
+        graph.compiled_fn_runner = getattr(module, "runner", None)
+        return graph
+    from torch._inductor.codecache import FxGraphCache
+
+    return FxGraphCache.cache_hit_post_compile(graph, {}, constants)[0]
 
 
 def stamp() -> str | None:
     """What Inductor's code depends on beside the graph; None where that has no name elsewhere.
 
-    Its settings can be changed at any time, so they aren't in the backend's fingerprint.
+    Its settings can be changed at any time, so they aren't in the backend's fingerprint. torch's
+    version is in the key of what is stored. Inductor's own key is a hash of all of its sources and
+    of Triton's libraries, half a second of CPU time in each process that loads.
     """
     from torch._inductor import config
-    from torch._inductor.codecache import CacheBase, torch_key
 
     settings = json.dumps(config.save_config_portable(), sort_keys=True, default=repr)
     if " at 0x" in settings:  # a pass of the user's
         return None
-    parts = (torch_key().hex(), CacheBase.get_system()["hash"], settings)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256(f"{_gpu()}\n{settings}".encode()).hexdigest()
+
+
+def _gpu() -> str:
+    """The GPU and the Triton that code was compiled for; "" without a GPU."""
+    if not torch.cuda.is_available():
+        return ""
+    from torch._inductor.codecache import CacheBase
+
+    return str(CacheBase.get_system()["hash"])

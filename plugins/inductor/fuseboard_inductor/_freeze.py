@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard import LoweringError, fork_safe_lock
-from fuseboard_inductor import _artifacts, _compile, _fallbacks
+from fuseboard_inductor import _artifacts, _compile, _fallbacks, _generated
 from fuseboard_inductor._recipes import Recipe, recording
 
 aten = torch.ops.aten
@@ -50,11 +50,13 @@ class Code:
 
     :ivar compiled: the pickled ``CompiledFxGraph``, without constants that come of weights.
     :ivar recipe: makes these constants.
+    :ivar needs: of its module.
     """
 
     compiled: bytes
     recipe: Recipe
     notes: tuple[str, ...]
+    needs: _generated.Needs
 
 
 def compile_frozen(
@@ -94,7 +96,8 @@ def compile_frozen(
         if stored is None:
             raise LoweringError("what Inductor compiled can't be copied for other weights")
         notes = _fallbacks.notes(compiled, fallbacks, complex_ops, random)
-        code = Code(stored, recipe.only(names.values()), notes)
+        needs = _generated.needs_of(compiled)
+        code = Code(stored, recipe.only(names.values()), notes, needs)
         stamp = _artifacts.stamp()
         return code, None if stamp is None else pickle.dumps((stamp, code))
 
@@ -105,7 +108,7 @@ def load_code(artifact: bytes, inputs: Sequence[Any], settings: Mapping[str, Any
         stamp, code = pickle.loads(artifact)
         if stamp != _artifacts.stamp():
             return None
-        _module(pickle.loads(code.compiled))  # its kernels, for which no handle is to wait
+        _module(pickle.loads(code.compiled), code)  # its kernels, for which no handle is to wait
         return code  # type: ignore[no-any-return]
 
 
@@ -124,14 +127,14 @@ def frozen_call(
     with _context(others, settings):
         compiled = pickle.loads(code.compiled)
         made = code.recipe.follow([_plain(weight) for weight in weights])
-        module = _module(compiled)
+        module = _module(compiled, code)
         frozen = {name: made[own] for name, own in compiled.frozen_param_names.items()}
         constants = CompiledFxGraphConstants()
         vars(module).update(constants.unwrap(compiled) | frozen)
         compiled.current_callable = module.call
         compiled.compiled_fn_runner = getattr(module, "runner", None)
         compiled.post_compile(others, constants, compiled.fx_kwargs)
-    return compiled  # type: ignore[no-any-return]
+        return _generated.direct_call(compiled)
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:
@@ -139,13 +142,9 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().resolve_conj().resolve_neg()
 
 
-def _module(compiled: Any) -> Any:
+def _module(compiled: Any, code: Code) -> Any:
     """As ``CompiledFxGraph.after_deserialization`` loads it, but nobody else holds the module."""
-    from torch._inductor.runtime import compile_tasks
-
-    return compile_tasks._reload_python_module(
-        compiled.cache_key, compiled.write_to_disk(), set_sys_modules=False
-    )
+    return _generated.load_module(compiled.cache_key, compiled.write_to_disk(), code.needs)
 
 
 @contextlib.contextmanager
