@@ -454,16 +454,15 @@ def test_a_plugin_may_register_another_while_it_is_imported():
 @pytest.mark.thorough
 def test_the_board_of_the_process_has_what_is_installed():
     """Real entry points, in a process of their own: what needs torch alone is ready, and what needs
-    an engine or a GPU is that, or says what it lacks; what a setting asks for says which one."""
+    an engine or a GPU is that, or says what it lacks."""
     code = (
         "import dataclasses, json; from fuseboard.board import board;"
         "print(json.dumps([dataclasses.asdict(s) for s in board.states()]))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     states = {s["name"]: (s["state"], s["reason"]) for s in json.loads(out.stdout)}
-    for name in ("mkldnn", "inductor", "eager", "defaults"):
+    for name in ("mkldnn", "inductor", "eager", "defaults", "attention"):
         assert states.pop(name) == ("ready", "")
-    assert states.pop("attention") == ("blocked", "fuse_attention is off")
     assert states["cudagraphs"][0] == ("ready" if torch.cuda.is_available() else "unavailable")
     assert {"onnxruntime", "triton", "tvm"} <= states.keys()
     for name, (state, reason) in states.items():

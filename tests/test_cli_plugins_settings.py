@@ -59,9 +59,8 @@ def test_plugins_prints_a_row_for_each(board):
     assert ["tvm", "1.2", "", "cpu", "unavailable"] in rows
     assert ["broken", "1.2", "", "", "quarantined"] in rows
     assert ["defaults", version, "partition, profile, events", "", "ready"] in rows
-    assert result.stdout.splitlines()[-3:] == [
+    assert result.stdout.splitlines()[-2:] == [
         "tvm is unavailable: try [tvm] from pip",
-        "attention is blocked: fuse_attention is off",
         "broken is quarantined: its import raised ImportError: no libfoo",
     ]
 
@@ -73,10 +72,9 @@ def test_plugins_that_do_not_always_take_part_say_when(monkeypatch):
         FakeEntryPoint("odd", backend("odd", by_measurement=True)),
     )
     monkeypatch.setattr(fuseboard.board, "board", board)
-    assert run("plugins").stdout.splitlines()[-3:] == [
+    assert run("plugins").stdout.splitlines()[-2:] == [
         "odd takes part where the setting backends names it, or under the policy 'measured'",
         "shy takes part where the setting backends names it",
-        "attention is blocked: fuse_attention is off",
     ]
 
 

@@ -145,12 +145,11 @@ def test_inputs_are_not_written_to_when_it_is_judged():
 
 def test_a_decision_depends_on_who_rewrites():
     """Also where that is no backend."""
-    asked = {"fuse_attention": True}
-    before = _rewriters(board.session(resolve(asked)))
+    before = _rewriters(board.session(resolve()))
     assert any(text.startswith("attention ") for text in before)
-    without = _rewriters(board.session(resolve()))
+    without = _rewriters(board.session(resolve({"block": ["attention"]})))
     with observing("good", fuse_dynamo=instead(as_cosine)):
-        more = _rewriters(board.session(resolve(asked)))
+        more = _rewriters(board.session(resolve()))
     assert len(without) + 2 == len(before) + 1 == len(more)
 
 

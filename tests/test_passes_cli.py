@@ -17,7 +17,7 @@ def f(q, k, v):
     return torch.softmax(q @ k.transpose(-2, -1), dim=-1) @ v
 
 def main():
-    return f, tuple(torch.randn(1, 2, 5, 8) for _ in range(3))
+    return f, tuple(torch.randn(1, 4, 64, 8) for _ in range(3))
 """
 
 
@@ -29,7 +29,6 @@ def _in_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("FUSEBOARD_BACKENDS", "eager")
-    monkeypatch.setenv("FUSEBOARD_FUSE_ATTENTION", "1")
     ledger.clear()
 
 

@@ -312,7 +312,7 @@ def test_a_graph_knows_which_backends_had_no_part_in_it(measured):
     assert named["gone"] == "unavailable: no such engine"
     assert "brisk" not in named
     assert "eager" not in named
-    assert "attention" not in named  # switched off, and no backend
+    assert "attention" not in named  # it rewrites, and is no backend
     graph = last_graph()
     assert graph.seconds["profile"] > 0
     assert {row.comparison for row in graph.candidates} == {1}

@@ -263,8 +263,6 @@ class Board:
     def _state(self, state: PluginState, settings: Settings) -> PluginState:
         if state.name in settings.block and state.name not in NEEDED:
             return replace(state, state="blocked", reason=_blocked(settings))
-        if state.name == "attention" and not settings.fuse_attention:
-            return replace(state, state="blocked", reason="fuse_attention is off")
         return state
 
     def session(self, settings: Settings) -> Session:

@@ -28,7 +28,9 @@ _COMPUTING = frozenset(
 )
 
 #: Namespaces of ops whose kernels don't ask for the grad mode; the user's own may.
-_TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "torchvision"})
+_TORCHS_OWN = frozenset(
+    {"aten", "prims", "prim", "mkldnn", "quantized", "torchvision", "fuseboard"}
+)
 
 #: Methods of tensors that are about autograd.
 _ABOUT_AUTOGRAD = frozenset({"backward", "register_hook", "requires_grad_", "retain_grad"})

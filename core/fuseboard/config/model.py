@@ -239,13 +239,6 @@ class Settings(BaseModel):
         "Apply only the first so many fusions of each graph: halve it to find a bad one.",
         ge=0,
     )
-    fuse_attention: bool = _setting(
-        False,
-        "true, false",
-        "Let the board write attention that is written out as one op, for torch's fused kernels. "
-        "They differ from eager where a row is masked as a whole by a finite number, and where "
-        "masked keys hold NaN.",
-    )
     fuse_skip: tuple[int, ...] = _setting(
         (),
         "a list of whole numbers, such as [3, 7]",

@@ -1,59 +1,57 @@
-"""Attention written out becomes ``scaled_dot_product_attention``: a pass over Dynamo's graphs.
+"""Attention written out becomes one op, ``fuseboard::attention``: a pass over Dynamo's graphs.
 
 There a model's formula is as its author wrote it, whichever backends there are, and autograd makes
-the backward of what stands in its place. It is done where torch has a fused kernel for it, which
-holds no matrix of scores, neither in a call nor for the backward. So not for a dropout on CPU, nor
-for a mask with a gradient, and not where a kernel would draw other numbers than eager.
-
-torch's kernels give zeros in a row that is masked as a whole, eager NaNs (what it divides by is 0).
-Where a mask isn't known to leave something, results are multiplied by NaN in such rows, so that
-gradients are eager's as well. Off unless it is asked for (``fuse_attention``): in a row that is
-masked as a whole by a finite number (-1e38, say) torch's backward is wrong, by as many times as
-there are keys; and since the kernels add masks, NaN spread from keys that a mask replaces, and into
-the gradients of rows that ``masked_fill`` replaces as a whole. Only the call that is compiled is
-held against eager.
+the backward of what stands in its place. It is done where torch has a fused kernel for it on CPU,
+which holds no matrix of scores, neither in a call nor for the backward. So not for a dropout, nor
+for a mask with a gradient. What the kernel computes otherwise than the formula, the op computes by
+the formula (:mod:`fuseboard.ops.attention`), which it is given as steps and the masks that they
+read; ``bias`` is what the kernel adds to the scores in their place.
 
 Inductor matches traced graphs (``torch/_inductor/fx_passes/fuse_attention.py`` of 2.13): one for
 each dtype, batch of one and dropout, at the level of its own decompositions. Forms are fewer here.
+Attention on accelerators is left to it.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.contracts import Fusion, Random
-from fuseboard.fuse.attention_forms import Attention, Mask, Operand, around, softmaxes
+from fuseboard.contracts import Fusion
+from fuseboard.fuse.attention_forms import Attention, Operand, around, softmaxes
 from fuseboard.fuse.interruptions import has_effects, interrupted
 from fuseboard.hookspecs import hookimpl
-from fuseboard.torch_api.attention import fused_attention
+from fuseboard.ops.attention import MASKS, NO_WEIGHT, Step, attention, written
+from fuseboard.ops.estimate import sizes
+from fuseboard.torch_api.attention import is_fused
+from fuseboard.torch_api.internals import storage_address
 
-F = torch.nn.functional
-NAN, INF = math.nan, math.inf
+#: Scores below which a call of the op, some 60 us on a server's core, costs more than the formula.
+LEAST_SCORES = 1 << 14
 
-#: Scores that are replaced by so little, or less, are lost in a sum with it.
-_LOST = -1e30
+_HALVES = {torch.float16, torch.bfloat16}
 
 
 @hookimpl
-def fuseboard_fuse_dynamo(graph: GraphModule, random: Random) -> list[Fusion] | None:
-    """Offer to write each attention that a fused kernel can run as one op."""
+def fuseboard_fuse_dynamo(graph: GraphModule) -> list[Fusion] | None:
+    """Offer to write each attention that the fused kernel can run as one op."""
     if any(map(_opens_a_level, graph.graph.nodes)):
         return None
     found = [one for one in map(around, softmaxes(graph)) if one is not None]
     return [
         Fusion("attention", tuple(n.name for n in one.nodes), partial(_rewrite, graph, one.softmax))
         for one in found
-        if _fits(one, random)
+        if _fits(one)
     ]
 
 
-# --- whether a kernel can run it ------------------------------------------------------------------
+# --- whether the kernel can run it ----------------------------------------------------------------
 
 
 def _opens_a_level(node: Node) -> bool:
@@ -61,81 +59,72 @@ def _opens_a_level(node: Node) -> bool:
     return "_increment_nesting" in getattr(node.target, "__name__", "")
 
 
-def _keeps_precision(query: torch.Tensor) -> bool:
-    """Whether kernels of a device compute as exactly, and as repeatably, as the user asks for."""
-    if query.device.type == "cpu":
-        return True
-    # What kernels of CUDA take for float32.
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    exact = query.dtype != torch.float32 or tf32
-    return exact and not torch.are_deterministic_algorithms_enabled()
-
-
-def _fits(found: Attention, random: Random) -> bool:
+def _fits(found: Attention) -> bool:
+    wanted, product = (_value(one) for one in (found.result, found.product))
+    if wanted is None or product is None or not product.dtype.is_floating_point:
+        return False
+    if interrupted(found.nodes) or math.prod(sizes(product)) < LEAST_SCORES:
+        return False
     operands = [_laid_out(one) for one in (found.query, found.key, found.value)]
-    wanted = found.result.meta.get("val")
-    if any(one is None for one in operands) or not isinstance(wanted, torch.Tensor):
+    if any(one is None or one.dim() not in (3, 4) for one in operands):
         return False
-    query, key, value = operands
-    if query.dim() not in (3, 4) or not query.dtype.is_floating_point:
-        return False
-    if not _keeps_precision(query):
-        return False
-    if interrupted(found.nodes) or not _add_up(found.masks):
-        return False
-    alike = query.dim() == key.dim() == value.dim()
+    query, key, value = (one.to(product.dtype) for one in operands)
+    alike = query.dim() == key.dim() == value.dim() == product.dim()
     batch = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
-    if not alike or not batch or (found.dropout and random == "eager"):
+    if not alike or not batch or len(found.masks) > MASKS or query.device.type != "cpu":
         return False
-    if not all(_can_mask(mask, query) for mask in found.masks):
+    if not all(_can_mask(step, found, query) for step in found.steps if step.mask >= 0):
         return False
+    q, k, v = (one if one.dim() == 4 else one.unsqueeze(0) for one in (query, key, value))
     try:
-        made = fused_attention(
-            *(one if one.dim() == 4 else one.unsqueeze(0) for one in operands),
-            attn_mask=_example_mask(found.masks, query, key),
-            dropout_p=found.dropout,
-            scale=found.scale,
-        )
+        if not is_fused(q, k, v, _example_mask(found, query)):
+            return False
     except Exception:  # sizes that torch refuses, or that a symbol doesn't tell
         return False
-    return made is not None and made.dtype == wanted.dtype and made.numel() == wanted.numel()
+    return _is_as_wanted(query, found, wanted)
+
+
+def _value(node: Node) -> torch.Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _laid_out(operand: Operand) -> Any:
-    value = operand.node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    return value if operand.order is None else value.permute(operand.order)
+    value = _value(operand.node)
+    return value if value is None or operand.order is None else value.permute(operand.order)
 
 
-def _add_up(masks: list[Mask]) -> bool:
-    """Whether masks do in a sum what they do in turn: a number replaces what was added before."""
-    finite = True
-    for mask in masks:
-        if mask.fill is not None and mask.fill != -INF and not finite:
-            return False
-        finite = finite and (_is_finite(mask.node) if mask.fill is None else mask.fill != -INF)
-    return True
-
-
-def _can_mask(mask: Mask, query: torch.Tensor) -> bool:
-    value = mask.node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not 1 <= value.dim() <= query.dim():
+def _can_mask(step: Step, found: Attention, query: torch.Tensor) -> bool:
+    value = _value(found.masks[step.mask])
+    if value is None or not 1 <= value.dim() <= query.dim():
         return False
-    if mask.fill is None:
-        return value.dtype == query.dtype
-    return value.dtype == torch.bool and mask.fill <= max(_LOST, torch.finfo(query.dtype).min)
+    if step.kind == "add":
+        # The kernel takes a mask of its operands' dtype, and of float32 for halves.
+        wide = value.dtype == torch.float32 and query.dtype in _HALVES
+        return value.dtype == query.dtype or wide
+    return value.dtype == torch.bool and step.number <= NO_WEIGHT
 
 
-def _example_mask(masks: list[Mask], query: torch.Tensor, key: torch.Tensor) -> Any:
+def _example_mask(found: Attention, query: torch.Tensor) -> torch.Tensor | None:
     """A fake mask like the one that would be given."""
-    if not masks:
+    values = [value for value in map(_value, found.masks) if value is not None]
+    if not values:
         return None
-    values = [mask.node.meta["val"] for mask in masks]
     shape = torch.broadcast_shapes(*(value.shape for value in values))
     made = query.new_zeros((*(1,) * (4 - len(shape)), *shape))
     needs_grad = any(v.requires_grad for v in values) and torch.is_grad_enabled()
     return made.requires_grad_(needs_grad)
+
+
+def _is_as_wanted(query: torch.Tensor, found: Attention, wanted: torch.Tensor) -> bool:
+    """Whether a result laid out by rows has the form of what it stands for, strides too."""
+    made = torch.empty_like(query, memory_format=torch.contiguous_format)
+    made = made if found.result_order is None else made.permute(found.result_order)
+    if made.dtype != wanted.dtype or made.shape != wanted.shape:
+        return False
+    strides = (*made.stride(), *wanted.stride())
+    known = all(isinstance(stride, int) for stride in strides)
+    return not known or made.stride() == wanted.stride()
 
 
 # --- what stands in its place ---------------------------------------------------------------------
@@ -145,25 +134,24 @@ def _rewrite(graph: GraphModule, softmax: Node) -> None:
     """Write the op before the result's node, and take out what computed that."""
     found = around(softmax)  # what it reads may be the result of another one by now
     assert found is not None
-    result = found.result
+    result, dtype = found.result, found.product.meta["val"].dtype
     write = _Writer(graph, result)
-    operands = [write.laid_out(one) for one in (found.query, found.key, found.value)]
-    flat = found.query.node.meta["val"].dim() == 3
+    operands = [write.laid_out(one, dtype) for one in (found.query, found.key, found.value)]
+    flat = operands[0].meta["val"].dim() == 3
     if flat:
         operands = [write.method("unsqueeze", one, 0) for one in operands]
-    mask, lost = _masks(write, found)
-    made = write.function(
-        F.scaled_dot_product_attention,
-        *operands,
-        attn_mask=mask,
-        dropout_p=found.dropout,
-        scale=found.scale,
-    )
-    if lost is not None:
-        made = write.function(operator.mul, made, lost)
+    bias = _bias(write, found, dtype)
+    steps = written(found.steps, dtype)
+    masks = (*found.masks, *[None] * (MASKS - len(found.masks)))
+    made = write.function(attention, *operands, bias, *masks, steps)
+    made = write.function(operator.getitem, made, 0)
     if flat:
         made = write.method("squeeze", made, 0)
-    if not _is_laid_out_anew(result, found.result_order):
+    copies = _laid_out_anew(result, found.result_order)
+    if _is_written(result, copies):
+        # The op's result is saved for its backward, as that of a product isn't.
+        made = write.method("clone", made, memory_format=torch.contiguous_format)
+    elif not copies:
         made = write.method("contiguous", made)
     if found.result_order is not None:
         made = write.method("permute", made, found.result_order)
@@ -185,10 +173,12 @@ class _Writer:
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         return self._add("call_method", name, args, kwargs, getattr(torch.Tensor, name))
 
-    def laid_out(self, operand: Operand) -> Node:
-        if operand.order is None:
-            return operand.node
-        return self.method("permute", operand.node, operand.order)
+    def laid_out(self, operand: Operand, dtype: torch.dtype) -> Node:
+        """An operand in the op's order; in the product's dtype, to which autocast may cast it."""
+        node = operand.node
+        if node.meta["val"].dtype != dtype:
+            node = self.method("to", node, dtype)
+        return node if operand.order is None else self.method("permute", node, operand.order)
 
     def _add(self, op: str, target: Any, args: Any, kwargs: Any, function: Any) -> Node:
         with self._graph.inserting_before(self._before):
@@ -201,74 +191,77 @@ class _Writer:
         return node
 
 
-def _masks(write: _Writer, found: Attention) -> tuple[Node | None, Node | None]:
-    """What is added to the scores; and NaN for rows of which nothing is left, else 1."""
-    query = found.query.node.meta["val"]
+def _bias(write: _Writer, found: Attention, dtype: torch.dtype) -> Node | None:
+    """What is added to scores for all masks together.
+
+    Where a mask replaces them that is ``-inf``: nothing of a score is left, and if it was none,
+    the sum is NaN. A mask that is added afterwards may make much of such a place again, which a
+    sum can't tell: there NaN has the op compute the formula.
+    """
+    masking = [step for step in found.steps if step.mask >= 0]
+    if not masking:
+        return None
+    kinds = [step.kind != "add" for step in masking]
+    doubtful = True in kinds and not all(kinds[kinds.index(True) :])
+    # Any number that a score is replaced by is one of float32's.
+    wide = torch.promote_types(dtype, torch.float32) if doubtful else dtype
     total: Node | None = None
-    certain = True
-    for mask in found.masks:
-        added = mask.node
-        if mask.fill is not None:
-            gone = write.method("logical_not", added) if mask.inverted else added
-            zeros = write.function(torch.zeros_like, gone, dtype=query.dtype)
-            added = write.method("masked_fill", zeros, gone, mask.fill)
-        certain = certain and total is None and _is_finite(added)
-        total = added if total is None else write.function(operator.add, total, added)
-    if total is None:
-        return None, None
+    replaced: Node | None = None
+    for step in masking:
+        mask = found.masks[step.mask]
+        if step.kind == "add":
+            added = write.method("to", mask, wide) if doubtful else mask
+            total = added if total is None else write.function(operator.add, total, added)
+            continue
+        gone = write.method("logical_not", mask) if step.kind == "keep" else mask
+        if total is None:
+            total = write.function(torch.zeros_like, gone, dtype=wide)
+        number = step.number if doubtful else -math.inf
+        total = write.function(torch.masked_fill, total, gone, number)
+        replaced = gone if replaced is None else write.function(operator.or_, replaced, gone)
+    assert total is not None
+    if doubtful:
+        light = write.function(operator.le, total, NO_WEIGHT)
+        heavy = write.function(operator.and_, replaced, write.method("logical_not", light))
+        total = write.function(torch.masked_fill, total, replaced, -math.inf)
+        total = write.function(torch.masked_fill, total, heavy, math.nan)
     for _ in range(4 - total.meta["val"].dim()):
         total = write.method("unsqueeze", total, 0)
-    if certain:
-        return total, None
-    gone = write.function(operator.eq, total, -INF)
-    empty = write.method("all", gone, -1, True)
-    ones = write.function(torch.ones_like, empty, dtype=query.dtype)
-    return total, write.method("masked_fill", ones, empty, NAN)
+    return total
 
 
-#: What gives none but the values that it is given.
-_MOVES = {
-    *("expand", "unsqueeze", "squeeze", "view", "reshape", "permute", "transpose", "contiguous"),
-    *("clone", "detach", "repeat", "expand_as"),
-    operator.getitem,
-}
+# --- what is done with the result -----------------------------------------------------------------
 
 
-def _is_finite(node: Any) -> bool:
-    """Whether nothing but finite numbers can be in a node's value."""
-    if isinstance(node, int | float):
-        return math.isfinite(node)
-    if not isinstance(node, Node) or any(map(has_effects, node.users)):
-        return False  # what it is made as may not be what it is read as
-    if node.target in _MOVES and node.op != "placeholder":
-        return _is_finite(node.args[0])
-    if node.target in (torch.where, "where") and len(node.args) == 3:
-        values = node.args[1:] if node.op == "call_function" else (node.args[0], node.args[2])
-        return all(map(_is_finite, values))
-    if node.target in ("masked_fill", torch.masked_fill) and len(node.args) == 3:
-        return _is_finite(node.args[0]) and _is_finite(node.args[2])
-    if node.target in (torch.zeros, torch.zeros_like, torch.ones, torch.ones_like):
-        return True
-    if node.target is torch.tensor:
-        return _is_finite(node.args[0])
-    if node.target in (torch.full, torch.full_like):
-        fill = node.args[1] if len(node.args) > 1 else node.kwargs.get("fill_value")
-        return _is_finite(fill)
-    return False
+def _is_written(result: Node, copies: list[Node]) -> bool:
+    """Whether anyone may write to the result or to its copies, be it after the call."""
+    memory = {address for node in (result, *copies) for address in _memory(node)}
+    return any(
+        not memory.isdisjoint(address for used in node.all_input_nodes for address in _memory(used))
+        for node in result.graph.nodes
+        if node.op == "output" or has_effects(node)
+    )
+
+
+def _memory(node: Node) -> Iterator[int]:
+    if (value := _value(node)) is not None:
+        yield storage_address(value)
 
 
 #: What makes the same of a value however it is laid out.
 _INDIFFERENT = {"contiguous", "reshape"}
 
 
-def _is_laid_out_anew(result: Node, order: tuple[int, ...] | None) -> bool:
-    """Whether nobody sees the strides of a result: it is transposed and then laid out anew."""
+def _laid_out_anew(result: Node, order: tuple[int, ...] | None) -> list[Node]:
+    """The copies by which alone a result is read, transposed; none if its strides are seen."""
     if order is not None or result.meta["val"].dim() != 4:
-        return False
+        return []
+    copies: list[Node] = []
     for reader in result.users:
         swapped = reader.op == "call_method" and reader.target == "transpose"
         if not swapped or set(reader.args[1:]) != {1, 2}:
-            return False
+            return []
         if any(n.op != "call_method" or n.target not in _INDIFFERENT for n in reader.users):
-            return False
-    return True
+            return []
+        copies.extend(reader.users)
+    return copies

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard.ops.attention import Step
+
 F = torch.nn.functional
 
 _SOFTMAX = {F.softmax, torch.softmax, "softmax"}
@@ -32,20 +34,6 @@ _EINSUM = {torch.einsum, torch.functional.einsum}
 
 
 @dataclass(frozen=True)
-class Mask:
-    """What is added to scores, or where they are replaced by a number.
-
-    :ivar node: added; or a boolean mask of where the number goes.
-    :ivar fill: the number; None where the node is added.
-    :ivar inverted: the number goes where the mask is False.
-    """
-
-    node: Node
-    fill: float | None = None
-    inverted: bool = False
-
-
-@dataclass(frozen=True)
 class Operand:
     """A node read with its dimensions in another order: None means as they are."""
 
@@ -57,8 +45,8 @@ class Operand:
 class Attention:
     """One attention: query, key and value end in (tokens, size of a head).
 
-    :ivar scale: of the scores.
-    :ivar masks: in the order in which they come after the first product.
+    :ivar product: the first one; the dtype of its result is that in which both are computed.
+    :ivar steps: from the first product to the second; masks are numbered as in ``masks``.
     :ivar result: the node that has the result, the last one of ``nodes``.
     :ivar result_order: of its dimensions, from batch, heads, tokens, size.
     :ivar nodes: what is computed otherwise, each from the one before it.
@@ -68,12 +56,35 @@ class Attention:
     query: Operand
     key: Operand
     value: Operand
-    scale: float
-    masks: list[Mask]
+    product: Node
+    steps: list[Step]
+    masks: list[Node]
     result: Node
     result_order: tuple[int, ...] | None
-    dropout: float
     nodes: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class _Above:
+    """What comes before a softmax, from the last step to the first product."""
+
+    steps: list[tuple[Step, Node | None]] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    query: Operand | None = None
+    key: Operand | None = None
+
+    def add(self, kind: str, number: float = 0.0, mask: Node | None = None) -> None:
+        self.steps.append((Step(kind, number), mask))
+
+
+@dataclass
+class _Below:
+    """What comes after a softmax, to the second product."""
+
+    nodes: list[Node] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    value: Operand | None = None
+    result_order: tuple[int, ...] | None = None
 
 
 def softmaxes(graph: GraphModule) -> list[Node]:
@@ -87,118 +98,147 @@ def softmaxes(graph: GraphModule) -> list[Node]:
 def around(softmax: Node) -> Attention | None:
     """The attention that a softmax is a part of; those of two softmaxes don't overlap."""
     below = _below(softmax)
-    above = _above(softmax, below[-1]) if below is not None else None
-    if below is None or above is None:
+    above = _above(softmax, below) if below is not None else None
+    if below is None or below.value is None or above is None:
         return None
-    value, result, result_order, dropout, after = below
-    query, key, scale, masks, before = above
-    nodes = [*reversed(before), softmax, *after]
-    return Attention(softmax, query, key, value, scale, masks, result, result_order, dropout, nodes)
+    if above.query is None or above.key is None:
+        return None
+    masks: list[Node] = []
+    steps: list[Step] = []
+    for step, mask in reversed(above.steps):
+        if mask is None:
+            steps.append(step)
+            continue
+        if mask in above.nodes:
+            return None  # scores added to themselves
+        if mask not in masks:
+            masks.append(mask)
+        steps.append(Step(step.kind, step.number, masks.index(mask), step.dtype))
+    steps += [Step("softmax", dtype=_dtype(softmax)), *below.steps]
+    nodes = [*reversed(above.nodes), softmax, *below.nodes]
+    return Attention(
+        softmax,
+        above.query,
+        above.key,
+        below.value,
+        above.nodes[-1],
+        steps,
+        masks,
+        below.nodes[-1],
+        below.result_order,
+        nodes,
+    )
 
 
-def _below(
-    softmax: Node,
-) -> tuple[Operand, Node, tuple[int, ...] | None, float, list[Node]] | None:
-    """From the probabilities to the second product."""
-    node, nodes, dropout = softmax, [], 0.0
+def _below(softmax: Node) -> _Below | None:
+    """From the probabilities to the second product. A dropout has to leave nothing out."""
+    found, node = _Below(), softmax
     while len(node.users) == 1:
         (reader,) = node.users
-        nodes.append(reader)
+        found.nodes.append(reader)
         if _is_cast(reader) and _first(reader) is node:
+            found.steps.append(Step("cast", dtype=_dtype(reader)))
             node = reader
-        elif _calls(reader, _DROPPED) and _first(reader) is node and not dropout:
-            rate = _dropped(reader)
-            if rate is None:
-                return None
-            dropout, node = rate, reader
+        elif _calls(reader, _DROPPED) and _first(reader) is node and _drops_nothing(reader):
+            node = reader
         elif _calls(reader, _PRODUCT):
             left, right = _operands(reader)
-            if left is not node or not isinstance(right, Node) or right is node:
-                return None
-            return Operand(right), reader, None, dropout, nodes
+            if left is node and isinstance(right, Node) and right is not node:
+                found.value = Operand(right)
+                return found
+            return None
         elif _calls(reader, _EINSUM):
-            found = _second_einsum(reader, node)
-            return None if found is None else (found[0], reader, found[1], dropout, nodes)
+            second = _second_einsum(reader, node)
+            if second is None:
+                return None
+            found.value, found.result_order = second
+            return found
         else:
             return None
     return None
 
 
-def _above(
-    softmax: Node, below: list[Node]
-) -> tuple[Operand, Operand, float, list[Mask], list[Node]] | None:
+def _above(softmax: Node, below: _Below) -> _Above | None:
     """From the first product to the softmax.
 
     :param below: what comes after it. A cast there may look at scores for their dtype.
     """
-    node, scale = _first(softmax), 1.0
-    nodes: list[Node] = []
-    masks: list[Mask] = []
+    found, node = _Above(), _first(softmax)
+    scaled = False
     while isinstance(node, Node) and _shape(node) == _shape(softmax):
-        if sum(reader not in below for reader in node.users) != 1:
+        if sum(reader not in below.nodes for reader in node.users) != 1:
             return None
-        nodes.append(node)
+        found.nodes.append(node)
         if _calls(node, _PRODUCT):
             query, transposed = _operands(node)
-            if not isinstance(query, Node) or not isinstance(transposed, Node):
-                return None
-            return Operand(query), _transposed(transposed), scale, masks[::-1], nodes
+            if isinstance(query, Node) and isinstance(transposed, Node):
+                found.query, found.key = Operand(query), _transposed(transposed)
+                return found
+            return None
         if _calls(node, _EINSUM):
-            found = _first_einsum(node)
-            return None if found is None else (*found, scale, masks[::-1], nodes)
+            operands = _first_einsum(node)
+            if operands is None:
+                return None
+            found.query, found.key = operands
+            return found
         if _calls(node, {torch.baddbmm, "baddbmm"}):
-            return _from_baddbmm(node, scale, masks, nodes)
+            return found if _add_baddbmm(node, found, scaled) else None
         if _is_cast(node):
+            found.steps.append((Step("cast", dtype=_dtype(node)), None))
             node = _first(node)
         elif _calls(node, _SCALED | _DIVIDED):
             factor = _factor(node)
             if factor is None:
                 return None
-            node, scale = _scores_of(node), scale * factor
+            found.add(*factor)
+            node, scaled = _scores_of(node), True
         else:
-            step = _masked(node)
+            masked = _masked(node)
             # What was added before scores were scaled was scaled with them.
-            if step is None or scale != 1.0:
+            if masked is None or scaled:
                 return None
-            node, mask = step
-            masks.append(mask)
+            node, kind, number, mask = masked
+            found.add(kind, number, mask)
     return None
 
 
-def _from_baddbmm(
-    node: Node, scale: float, masks: list[Mask], nodes: list[Node]
-) -> tuple[Operand, Operand, float, list[Mask], list[Node]] | None:
+def _add_baddbmm(node: Node, found: _Above, scaled: bool) -> bool:
     """``beta * mask + alpha * product``; beta 0 means that the first isn't looked at."""
     args: Any = (*node.args, None, None, None)
     added, query, transposed = args[:3]
     beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
     if not all(isinstance(one, Node) for one in (added, query, transposed)):
-        return None
-    if not isinstance(alpha, int | float) or beta not in (0, 1) or (beta and scale != 1.0):
-        return None
-    found = [*masks, Mask(added)] if beta else masks
-    return Operand(query), _transposed(transposed), scale * alpha, found[::-1], nodes
+        return False
+    if not isinstance(alpha, int | float) or beta not in (0, 1) or (beta and scaled):
+        return False
+    if beta:
+        found.add("add", mask=added)
+    found.add("mul", float(alpha))
+    found.query, found.key = Operand(query), _transposed(transposed)
+    return True
 
 
-def _masked(node: Node) -> tuple[Any, Mask] | None:
-    """The scores that a mask is put on, and the mask."""
+def _masked(node: Node) -> tuple[Any, str, float, Node] | None:
+    """The scores that a mask is put on, and how."""
     if _calls(node, _SUM) and node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
         scores, added = _sides(node)
-        return (scores, Mask(added)) if isinstance(added, Node) else None
+        return (scores, "add", 0.0, added) if isinstance(added, Node) else None
     args: Any = node.args
     if _calls(node, _FILLED) and len(args) == 3:
         scores, mask, fill = args
         number = _number(fill)
-        usable = isinstance(mask, Node) and number is not None
-        return (scores, Mask(mask, number)) if usable else None
+        if number is None or not isinstance(mask, Node):
+            return None
+        return scores, "fill", number, mask
     if _calls(node, _CHOSEN) and len(args) == 3:
         # As a method it is called on what is taken where the condition holds.
         is_method = node.op == "call_method"
         first, second, other = args
         scores, mask = (first, second) if is_method else (second, first)
         number = _number(other)
-        usable = isinstance(mask, Node) and number is not None
-        return (scores, Mask(mask, number, inverted=True)) if usable else None
+        if number is None or not isinstance(mask, Node):
+            return None
+        return scores, "keep", number, mask
     return None
 
 
@@ -253,15 +293,15 @@ def _scores_of(node: Node) -> Any:
     return first if isinstance(first, Node) else _operands(node)[1]
 
 
-def _factor(node: Node) -> float | None:
-    """What scores are multiplied by; None where that isn't a number."""
+def _factor(node: Node) -> tuple[str, float] | None:
+    """What scores are multiplied or divided by; None where that isn't a number."""
     first, second = _operands(node)
     if node.kwargs:
         return None
     if _calls(node, _DIVIDED):
-        return 1.0 / second if isinstance(second, int | float) and second else None
+        return ("div", float(second)) if isinstance(second, int | float) and second else None
     numbers = [one for one in (first, second) if isinstance(one, int | float)]
-    return float(numbers[0]) if len(numbers) == 1 else None
+    return ("mul", float(numbers[0])) if len(numbers) == 1 else None
 
 
 def _number(value: Any) -> float | None:
@@ -269,26 +309,28 @@ def _number(value: Any) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if _calls(value, {torch.tensor}):
-        return _number(value.args[0])
-    if _calls(value, {torch.full}) and tuple(value.args[0]) == ():
-        return _number(value.args[1])
+        return _number(_argument(value, 0, "data"))
+    if _calls(value, {torch.full}):
+        size = _argument(value, 0, "size")
+        is_scalar = isinstance(size, tuple | list) and not size
+        return _number(_argument(value, 1, "fill_value")) if is_scalar else None
     return None
 
 
-def _dropped(node: Node) -> float | None:
-    """Which share a dropout leaves out; None where it writes to its input."""
+def _argument(node: Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether a dropout leaves all as it is, and makes it anew."""
     names = ("input", "p", "training", "inplace")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if given.get("inplace"):
-        return None
-    trains = given.get("training", True)
-    rate = given.get("p", 0.5)
-    return float(rate) if trains and isinstance(rate, int | float) else 0.0
+    trains = given.get("training", given.get("train", True))
+    return not given.get("inplace") and (trains is False or bool(given.get("p", 0.5) == 0))
 
 
 def _over_the_last(node: Node) -> bool:
-    at = 1
-    dim = node.args[at] if len(node.args) > at else node.kwargs.get("dim")
+    dim = _argument(node, 1, "dim")
     value = _value(node)
     return value is not None and dim in (-1, value.dim() - 1)
 
@@ -296,6 +338,11 @@ def _over_the_last(node: Node) -> bool:
 def _value(node: Node) -> torch.Tensor | None:
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    value = _value(node)
+    return None if value is None else value.dtype
 
 
 def _shape(node: Node) -> Any:
@@ -308,16 +355,17 @@ def _transposed(node: Node) -> Operand:
     value = _value(node)
     last = value.dim() - 1 if value is not None else 0
     swapped = (*range(last - 1), last, last - 1)
-    if _calls(node, _SWAPPED) and len(node.args) == 3:
-        dims = {d % (last + 1) if isinstance(d, int) else d for d in node.args[1:]}
-        if dims == {last, last - 1} and isinstance(node.args[0], Node):
-            return Operand(node.args[0])
-    if _calls(node, _PERMUTED) and isinstance(node.args[0], Node):
-        rest: Any = node.args[1:]
-        order = rest[0] if isinstance(rest[0], tuple | list) else rest
-        plain = [d % (last + 1) for d in order if isinstance(d, int)]
-        if tuple(plain) == swapped:
-            return Operand(node.args[0])
+    dims: Any = None
+    if _calls(node, _SWAPPED):
+        dims = node.args[1:] or tuple(v for k, v in node.kwargs.items() if k != "input")
+    elif _calls(node, _PERMUTED):
+        rest = node.args[1:] or (node.kwargs.get("dims"),)
+        dims = rest[0] if isinstance(rest[0], tuple | list) else rest
+    base = _first(node)
+    if dims is not None and isinstance(base, Node) and all(isinstance(d, int) for d in dims):
+        plain = tuple(d % (last + 1) for d in dims)
+        if plain == swapped or (_calls(node, _SWAPPED) and set(plain) == {last, last - 1}):
+            return Operand(base)
     return Operand(node, swapped)
 
 

@@ -1,1 +1,3 @@
-"""Facts about single ops, for all stages: cost, effects, draws, views."""
+"""Facts about single ops, for all stages: cost, effects, draws, views; and the board's own op."""
+
+from fuseboard.ops import attention as attention

@@ -240,12 +240,16 @@ def _undisturbed(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+#: Namespaces of ops that draw random numbers only if they are tagged so.
+_DRAW_AS_TAGGED = ("aten", "prims", "fuseboard")
+
+
 def _may_draw(graph: GraphModule) -> bool:
     """Whether a graph draws random numbers; what the user's ops and inner graphs do isn't known."""
     for node in graph.graph.nodes:
         target = node.target
         if isinstance(target, torch._ops.HigherOrderOperator) or lifting.draws_random(node):
             return True
-        if isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims"):
+        if isinstance(target, torch._ops.OpOverload) and target.namespace not in _DRAW_AS_TAGGED:
             return True
     return False

@@ -31,7 +31,7 @@ _CHECKS = frozenset(
 )
 
 #: Namespaces of ops that draw random numbers from torch's generators and nowhere else.
-_TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "rngprims"})
+_TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "rngprims", "fuseboard"})
 
 #: Higher-order ops that stand for effects or writes.
 _EFFECTS = frozenset(
