@@ -249,6 +249,20 @@ def test_under_autocast(form, train):
     assert not all_trips()
 
 
+@pytest.mark.parametrize("backend", ["onnxruntime", "tvm"])
+@pytest.mark.parametrize("form", [additive, boolean, merged], ids=name)
+def test_a_backend_without_such_an_op_gets_the_formula(backend, form):
+    """In inference, rows that are masked as a whole included."""
+    pytest.importorskip(backend)
+    q, k, v, m = drawn()
+    m[0, 0, 2] = -math.inf if form is additive else 1.0
+    with torch.no_grad():
+        got, eager = compiled(form, backend, "eager")(q, k, v, m), form(q, k, v, m)
+    torch.testing.assert_close(got, eager, equal_nan=True)
+    assert FUSED in {op for r in last_graph().regions if r.backend == backend for op in r.ops}
+    assert (found(), all_trips()) == (1, [])
+
+
 def test_other_sizes():
     """Sizes that change from call to call."""
     run = compiled(additive, dynamic=True)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fuseboard.hookspecs import hookimpl
     from fuseboard.lower.background import settled, wait
     from fuseboard.lower.decompose import decompose
+    from fuseboard.ops import OWN_OPS
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
     from fuseboard.partition.patterns import claim_patterns
@@ -105,6 +106,7 @@ _HOMES = {
     ),
     "fuseboard.hookspecs": ("hookimpl",),
     "fuseboard.lower.decompose": ("decompose",),
+    "fuseboard.ops": ("OWN_OPS",),
     "fuseboard.run.eager": ("lower_eagerly",),
     "fuseboard.run.weights": ("refresh",),
     "fuseboard.partition.claims": ("claim_nodes",),
@@ -126,6 +128,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "OWN_OPS",
     "BackendInfo",
     "Claim",
     "CompileProfile",

@@ -1,3 +1,11 @@
-"""Facts about single ops, for all stages: cost, effects, draws, views; and the board's own op."""
+"""Facts about single ops, for all stages: cost, effects, draws, views; and the board's own ops."""
 
-from fuseboard.ops import attention as attention
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fuseboard.ops.attention import attention, formula
+
+#: Ops that the board's passes write → what each stands for, in torch's ops: a decomposition.
+OWN_OPS: Mapping[Any, Callable[..., Any]] = {attention: formula}

@@ -12,8 +12,8 @@ kernel isn't the formula:
 In these cases, and where a result isn't finite, the formula itself is computed, step by step, and
 so is its backward. Both are the same op to autograd, so what is saved doesn't depend on it.
 
-Only the CPU has a kernel here. Compilers that know of no such op may take :func:`formula` in its
-place (``fuseboard.attention_formula``).
+Only the CPU has a kernel here. Backends that know of no such op may take :func:`formula` in its
+place (``fuseboard.OWN_OPS``).
 """
 
 from __future__ import annotations
@@ -187,8 +187,12 @@ def _dtype_of_sums(query: Tensor) -> torch.dtype:
 
 def _laid_out(result: Tensor, query: Tensor) -> Tensor:
     """A result in memory as the op's: as its query, without gaps."""
-    like = torch.empty_like(query)
-    return result if result.stride() == like.stride() else like.copy_(result)
+    strides = torch.empty_like(query).stride()
+    if result.stride() == strides:
+        return result
+    order = sorted(range(query.dim()), key=lambda dim: (-strides[dim], dim))
+    back = sorted(range(query.dim()), key=order.__getitem__)
+    return result.permute(order).contiguous().permute(back)
 
 
 def _by_tokens(value: Tensor) -> Tensor:

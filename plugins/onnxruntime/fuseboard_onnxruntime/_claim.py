@@ -21,6 +21,7 @@ _NATIVE = frozenset(
         aten.baddbmm.default,
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *fuseboard.OWN_OPS,
         aten.native_layer_norm.default,
         aten.native_group_norm.default,
         aten._native_batch_norm_legit_no_training.default,

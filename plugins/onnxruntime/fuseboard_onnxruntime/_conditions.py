@@ -276,6 +276,13 @@ def attention(node: Node) -> str | None:
     return _why_odd_heads(*node.args[:3], node.kwargs.get("attn_mask"))
 
 
+def one_result(node: Node) -> str | None:
+    """In inference: what an op of the board's keeps for its backward is that op's alone."""
+    if any(user.args[1] != 0 for user in node.users):
+        return "its backward reads what it keeps"
+    return None
+
+
 def _why_odd_heads(query: Any, key: Any, value: Any, mask: Any) -> str | None:
     q, k, v, m = map(tensor, (query, key, value, mask))
     assert q is not None

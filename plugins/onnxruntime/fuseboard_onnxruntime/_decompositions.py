@@ -140,6 +140,7 @@ def _scores(
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
+    **fuseboard.OWN_OPS,
     aten._adaptive_avg_pool2d.default: adaptive_average,
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention_with_logsumexp,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+import fuseboard
 from fuseboard_onnxruntime import _conditions as when
 from fuseboard_onnxruntime._dtypes import SMALL_INTEGERS, is_supported
 
@@ -109,7 +110,7 @@ def table() -> dict[Any, when.Condition | None]:
     found: dict[Any, when.Condition | None] = {operator.getitem: None}
     for names, condition in TABLE:
         found.update(dict.fromkeys(overloads(torch.ops.aten, names), condition))
-    return found
+    return {**found, **dict.fromkeys(fuseboard.OWN_OPS, when.one_result)}
 
 
 def overloads(namespace: Any, names: str) -> list[Any]:

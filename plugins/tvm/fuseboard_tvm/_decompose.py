@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import fuseboard
 from fuseboard_tvm import _torch_internals
 from fuseboard_tvm.ops.registry import overload
 
@@ -36,4 +37,4 @@ def table() -> dict[Any, Callable[..., Any]]:
         target = overload(f"aten.{name}" if "." in name else f"aten.{name}.default")
         if target is not None:
             ops.append(target)
-    return _torch_internals.decompositions(ops)
+    return {**_torch_internals.decompositions(ops), **fuseboard.OWN_OPS}
