@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from fuseboard.ops.attention import attention
+
 aten = torch.ops.aten
 
 
@@ -370,6 +372,11 @@ def _masked_row():
     return first, [floats(2, 3, 5, 8), floats(2, 3, 7, 8), floats(2, 3, 7, 8, seed=2), mask]
 
 
+def _written_attention(q, k, v, m):
+    steps = "of:float32 mul:0.3 add:0 softmax:float32"
+    return attention(q, k, v, m, m, None, None, steps)[0]
+
+
 def _attention_grad(q, k, v, g):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False)
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -486,6 +493,7 @@ OTHER = {
     "attention": _attention_case(),
     "attention_masked": _attention_case(mask=True),
     "attention_masked_row": _masked_row(),
+    "attention_written": (_written_attention, _masked_row()[1]),
     "attention_causal": _attention_case(causal=True, keys=5),
     "attention_causal_wide": _attention_case(causal=True),
     "attention_scaled": _attention_case(scale=0.3),

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fuseboard.ops.attention import attention
+
 aten = torch.ops.aten
 
 F32, F64, I32, I64, BOOL = torch.float32, torch.float64, torch.int32, torch.int64, torch.bool
@@ -544,6 +546,16 @@ case(
     (2, 3, 7, 8),
     (2, 3, 7, 8),
     (2, 3, 7, 8),
+)
+case(
+    "attention/written",
+    lambda q, k, v, m: attention(
+        q, k, v, m, m, None, None, "of:float32 mul:0.3 add:0 softmax:float32"
+    )[0],
+    (2, 3, 5, 8),
+    (2, 3, 7, 8),
+    (2, 3, 7, 8),
+    (1, 1, 5, 7),
 )
 case(
     "attention/mask",
