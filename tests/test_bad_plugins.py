@@ -156,7 +156,7 @@ def test_register_refuses_a_plugin_that_breaks_a_rule(liar, reason):
         board.register(liar(), "liar")
     assert reason in str(caught.value)
     assert "plugin 'liar'" in str(caught.value)
-    assert board.names() == ["attention", "defaults", "eager"]
+    assert board.names() == ["attention", "defaults", "eager", "linear_cross_entropy"]
 
 
 def test_a_backend_that_gives_no_reason_for_being_unavailable():

@@ -164,7 +164,8 @@ def test_an_unknown_backend_reads_well(monkeypatch):
     """What was given, the near one, what is installed, and the pip line where there is an extra."""
     assert settings_error(three_backends(), backends=["quik"]) == (
         "backends = ['quik'], set in torch.compile(options=): no plugin named 'quik'. "
-        "Did you mean 'quick'? Installed: a_slow, attention, eager, quick, slow, watcher."
+        "Did you mean 'quick'? Installed: a_slow, attention, eager, linear_cross_entropy, quick, "
+        "slow, watcher."
     )
     monkeypatch.setattr(selection, "_extras", lambda: ["tvm"])
     text = settings_error(three_backends(), backends=["tvm"])
@@ -308,6 +309,7 @@ def test_states_show_all_there_is_to_know():
         "eager",
         "attention",
         "defaults",
+        "linear_cross_entropy",
         "watcher",
     ]
     mine, watcher = states[3], states[-1]
@@ -329,7 +331,8 @@ def test_register_and_unregister_at_run_time():
     module = ModuleType("watching")
     module.fuseboard_event = fuseboard.hookimpl(lambda event: None)
     board.register(module)
-    assert board.names() == ["attention", "defaults", "eager", "mine", "watching"]
+    own = ["attention", "defaults", "eager", "linear_cross_entropy"]
+    assert board.names() == [*own, "mine", "watching"]
 
 
 def test_hooks_may_be_methods_of_another_object():

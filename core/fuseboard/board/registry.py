@@ -40,6 +40,7 @@ GROUP = "fuseboard"
 BUILT_IN = {
     "eager": "fuseboard.run.eager",
     "attention": "fuseboard.fuse.attention",
+    "linear_cross_entropy": "fuseboard.fuse.cross_entropy",
     "defaults": "fuseboard.defaults",
 }
 #: How long ``register`` waits for a plugin's description of itself.

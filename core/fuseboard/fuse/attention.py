@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.contracts import Fusion
 from fuseboard.fuse.attention_forms import Attention, Operand, around, softmaxes
 from fuseboard.fuse.interruptions import has_effects, interrupted
+from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.attention import MASKS, NO_WEIGHT, Step, attention, written
 from fuseboard.ops.estimate import sizes
@@ -160,18 +161,8 @@ def _rewrite(graph: GraphModule, softmax: Node) -> None:
         graph.graph.erase_node(node)
 
 
-class _Writer:
-    """Adds nodes before one, with their fake values."""
-
-    def __init__(self, graph: GraphModule, before: Node) -> None:
-        self._graph = graph.graph
-        self._before = before
-
-    def function(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        return self._add("call_function", target, args, kwargs, target)
-
-    def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
-        return self._add("call_method", name, args, kwargs, getattr(torch.Tensor, name))
+class _Writer(Writer):
+    """Lays operands out as well."""
 
     def laid_out(self, operand: Operand, dtype: torch.dtype) -> Node:
         """An operand in the op's order; in the product's dtype, to which autocast may cast it."""
@@ -179,16 +170,6 @@ class _Writer:
         if node.meta["val"].dtype != dtype:
             node = self.method("to", node, dtype)
         return node if operand.order is None else self.method("permute", node, operand.order)
-
-    def _add(self, op: str, target: Any, args: Any, kwargs: Any, function: Any) -> Node:
-        with self._graph.inserting_before(self._before):
-            node = self._graph.create_node(op, target, args, kwargs)
-        node.meta.update(
-            {k: v for k, v in self._before.meta.items() if k not in ("val", "example_value")}
-        )
-        args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
-        node.meta["val"] = function(*args, **kwargs)
-        return node
 
 
 def _bias(write: _Writer, found: Attention, dtype: torch.dtype) -> Node | None:

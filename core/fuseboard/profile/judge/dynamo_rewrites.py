@@ -7,11 +7,12 @@ all that AOTAutograd makes of the rewritten one (:mod:`fuseboard.capture.compari
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseboard.contracts import Verdict
@@ -58,7 +59,7 @@ def judge_dynamo_rewrites(
     copied = sum(value.untyped_storage().nbytes() for value in tensors)
     if reason := why_no_room(LEADING, [leading], copied):
         return reason
-    with torch.no_grad(), generators_put_back():
+    with torch.no_grad(), generators_put_back(), _autocast_at(change.outputs[0]):
         try:
             # What the user's code writes to are copies.
             copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
@@ -74,6 +75,28 @@ def judge_dynamo_rewrites(
         except CONTAINED as error:
             return Verdict(False, f"what was rewritten raises {type(error).__name__}: {error}")
     return first_difference(change, reference, results)
+
+
+@contextlib.contextmanager
+def _autocast_at(node: Node) -> Iterator[None]:
+    """The autocast that a graph has entered where a node stands, for the block.
+
+    A part that is cut out of the graph is without the nodes that enter it.
+    """
+    entered: list[Node] = []
+    for one in node.graph.nodes:
+        if one is node:
+            break
+        name = getattr(one.target, "__name__", "")
+        if name == "_enter_autocast":
+            entered.append(one)
+        elif name == "_exit_autocast":
+            entered.remove(one.args[0])
+    with contextlib.ExitStack() as stack:
+        for one in entered:
+            arguments: Any = one.args  # those of torch.autocast
+            stack.enter_context(torch.autocast(*arguments))
+        yield
 
 
 def _other_forms(before: GraphModule, after: GraphModule, values: Sequence[Any]) -> str:
