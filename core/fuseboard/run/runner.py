@@ -83,8 +83,21 @@ class Runner:
         self._told_of_change = False
         self.on_trip: Callable[[str], None] | None = None
         self.chooser: object = None
-        self.uncompiled = captured.eager
-        self._run(self.uncompiled)
+        self._uncompiled: Boxed | None = None
+        self._run(self._run_uncompiled)
+
+    @property
+    def uncompiled(self) -> Boxed:
+        """What runs the graph in eager: the captured one, unless another way was found faster."""
+        return self._uncompiled or self.captured.eager
+
+    @uncompiled.setter
+    def uncompiled(self, function: Boxed) -> None:
+        self._uncompiled = function
+
+    def _run_uncompiled(self, args: list[Any]) -> Sequence[Any]:
+        """Until something is installed; whether its code is ever needed isn't known yet."""
+        return self.uncompiled(args)
 
     def install(self, program: Program, checks: RegionChecks | None = None) -> None:
         """Run a program from the next call on, which is a checked one unless that is off.

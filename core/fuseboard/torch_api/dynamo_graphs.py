@@ -71,7 +71,6 @@ def graph_from_bytes(data: bytes, static: frozenset[int]) -> GraphModule:
     for held in graph.modules():
         if isinstance(held, GraphModule):
             receive_slices(held)
-            held.recompile()
     constants_from_bytes(graph, constants)
     graph.meta["dynamo_compile_id"] = None
     graph._param_name_to_source = {}
@@ -85,6 +84,8 @@ def _lean(graph: GraphModule) -> GraphModule:
     """A copy that holds only what its nodes name: Dynamo leaves the user's modules on its own."""
     import copy
 
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
     from fuseboard.torch_api.graph_pickler import send_slices
 
     attributes: dict[str, Any] = {}
@@ -92,7 +93,7 @@ def _lean(graph: GraphModule) -> GraphModule:
         if node.op in ("get_attr", "call_module"):
             held = operator.attrgetter(str(node.target))(graph)
             attributes[str(node.target)] = _lean(held) if isinstance(held, GraphModule) else held
-    made = GraphModule(attributes, copy.deepcopy(graph.graph))
+    made = _LazyGraphModule(attributes, copy.deepcopy(graph.graph))  # nobody runs it
     for node in made.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if isinstance(stack, Mapping):

@@ -66,9 +66,6 @@ def graph_from_bytes(data: bytes) -> tuple[GraphModule, list[Any], Any]:
     sent, held = pickle.loads(data)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     graph, inputs = loads(sent, mode)
-    for inner in graph.modules():
-        if isinstance(inner, GraphModule):
-            inner.recompile()  # it comes without code
     constants_from_bytes(graph, held)
     return graph, inputs, mode
 
