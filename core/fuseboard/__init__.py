@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fuseboard.profile.observe.sampling_process import SamplerProcess
     from fuseboard.profile.observe.sampling_result import RegionShare, SampledProfile
     from fuseboard.report.data import GraphReport
+    from fuseboard.report.settled import on_settled
     from fuseboard.run.eager import lower_eagerly
     from fuseboard.run.weights import refresh
     from fuseboard.torch_api.internals import real_tensors
@@ -121,6 +122,7 @@ _HOMES = {
     "fuseboard.profile.observe.sampling_process": ("SamplerProcess",),
     "fuseboard.profile.observe.sampling_result": ("RegionShare", "SampledProfile"),
     "fuseboard.report.data": ("GraphReport",),
+    "fuseboard.report.settled": ("on_settled",),
     "fuseboard.explanations.explanation": ("Explanation", "explain", "last_report"),
     "fuseboard.forks": ("fork_safe_lock",),
     "fuseboard.torch_api.internals": ("real_tensors",),
@@ -180,6 +182,7 @@ __all__ = [
     "measure",
     "measure_memory",
     "memory_budget",
+    "on_settled",
     "prefer",
     "real_tensors",
     "refresh",

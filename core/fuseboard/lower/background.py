@@ -238,7 +238,7 @@ def wait(timeout_s: float | None = None, progress: bool = True) -> bool:
     the setting ``keep_mb``, or a weight is gone) settles in its next call instead.
 
     :param timeout_s: seconds; None waits as long as it takes.
-    :param progress: show a line on standard error, where that is a terminal.
+    :param progress: show a line on standard error, where that is a terminal; it is gone at the end.
     :returns: whether all have settled.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -273,7 +273,7 @@ def _shown(progress: bool) -> Iterator[Callable[[int, int], None]]:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as p:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as p:
         task = p.add_task("fuseboard: settling")
         yield lambda done, total: p.update(
             task, description=f"fuseboard: {done} of {total} graphs settled"

@@ -11,6 +11,7 @@ from fuseboard.contracts import Event, GraphKind
 from fuseboard.lower import background
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.report.names import call_numbers, next_name
+from fuseboard.report.settled import tell_settled
 from fuseboard.report.structured_trace import emit
 from fuseboard.workshop.states import GraphState
 
@@ -38,6 +39,7 @@ class LifeReport:
             backends=tuple(info.name for info in session.backends),
             settled=False,
         )
+        self._shown: tuple[GraphReport, ...] = (self.data,)
         self._began = time.perf_counter()
 
     @property
@@ -59,6 +61,7 @@ class LifeReport:
     def give_way(self, *reports: GraphReport) -> None:
         """Reports of what was compiled take its place."""
         ledger.replace(self.data, *reports)
+        self._shown = reports
 
     def refused(self, problem: str) -> None:
         """Dynamo's own graph answers all calls."""
@@ -67,6 +70,7 @@ class LifeReport:
         self.data.instead = f"Dynamo's own graph runs: {problem}"
         log.info("fuseboard: %s: %s", self.data.frame, self.data.instead)
         emit(self.data)
+        tell_settled(self.data)
 
     def dynamo_won(self, reports: Sequence[GraphReport]) -> None:
         """Nothing that was compiled is faster.
@@ -92,3 +96,4 @@ class LifeReport:
         seconds = time.perf_counter() - self._began
         details = {"winner": winner, "whole": True}
         self._session.notify(Event("choose", self.name, seconds, details))
+        tell_settled(*self._shown)

@@ -34,6 +34,7 @@ from fuseboard.profile.costs.database import Decision
 from fuseboard.profile.costs.rows import NOT_TRIED
 from fuseboard.profile.judge.copies import KeptCopies
 from fuseboard.profile.judge.replays import generators_put_back
+from fuseboard.report.settled import tell_settled
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.checked import RegionChecks
 from fuseboard.run.failure import contain, decide, describe, trip
@@ -125,8 +126,10 @@ class Tuner:
 
     def _tell_whether_settled(self) -> None:
         """Say so in the report; until then the runner, so whoever calls it, keeps this alive."""
-        self._report.settled = self.settled
+        had_settled, self._report.settled = self._report.settled, self.settled
         self._runner.chooser = None if self.settled else self
+        if self.settled and not had_settled:
+            tell_settled(self._report)
 
     def _left(self, decision: Decision | None) -> Sequence[Candidate]:
         """The candidates that are to be tried; the winner of an earlier process runs."""
