@@ -220,6 +220,23 @@ def _llama(layers: int) -> nn.Module:
     )
 
 
+def smollm(layers: int, words: int) -> nn.Module:
+    """Of the shapes of SmolLM-135M, which has 30 layers and 49,152 words; tied embeddings."""
+    return _from_config(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        vocab_size=words,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        use_cache=False,
+    ).train()
+
+
 def resnet50(batch: int) -> Workload:
     model = _from_config("ResNetForImageClassification", "ResNetConfig", num_labels=1000)
     inputs = _images(batch, 224)

@@ -14,6 +14,7 @@ from rich.table import Table
 from benchmarks import (
     claims,
     compile_time,
+    losses,
     pairs,
     partitioning,
     plot,
@@ -202,6 +203,23 @@ def partitioning_command(
         if case.profile:
             console.print(f"{case.case}\n{case.profile}", markup=False, highlight=False)
     _write(out, results.document("partitioning", machine, FULL, cases, complete=True))
+
+
+@app.command("losses")
+def losses_command(
+    backends: Annotated[str, typer.Option(help="Separated by commas.")] = "inductor,eager",
+    repeats: Annotated[int, typer.Option(min=1, help="Processes of each arm.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each process.")] = 3,
+    out: Out = RESULTS,
+) -> None:
+    """Peak and time of a training step with a large vocabulary, without and with one op for it."""
+    machine = _begin()
+    done: list[losses.Loss] = []
+    with console.status("losses") as status:
+        for backend in _split(backends):
+            done.append(losses.measure_losses(backend, repeats, steps, status.update))
+    console.print(losses.losses_table(done))
+    _write(out, results.document("losses", machine, FULL, done, complete=True))
 
 
 @app.command("settle")

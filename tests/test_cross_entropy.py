@@ -553,6 +553,29 @@ def test_a_step_holds_no_logits(backends, monkeypatch):
     assert saved >= 0.6 * 2 * rows * classes * 4
 
 
+@pytest.mark.parametrize(
+    "options", [{"joint_policy": "recompute_all"}, {"memory_budget": 0.4}], ids=str
+)
+def test_a_memory_budget(options):
+    """What is computed again is the same again."""
+    as_exact_as_eager(tied, compiled(tied, **options))
+    assert found() == 1
+
+
+def test_forward_mode():
+    """Tangents are eager's: what was compiled has none."""
+    x, w, b, target = drawn()
+    tangent = rnd(B, S, H, seed=5)
+    run = compiled(plain)
+    with torch.no_grad():
+        run(x, w, b, target)
+    got, want = (
+        torch.func.jvp(lambda x: function(x, w, b, target), (x,), (tangent,))  # noqa: B023
+        for function in (run, plain)
+    )
+    torch.testing.assert_close(got, want)
+
+
 def test_beside_the_calls(monkeypatch, tmp_path):
     """The workshop rewrites it, and what it made is loaded by the process of the calls."""
     monkeypatch.delenv("FUSEBOARD_POLICY")
