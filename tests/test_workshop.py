@@ -328,10 +328,22 @@ def test_gradients_of_gradients_after_the_swap(first):
         torch.testing.assert_close(penalised(run, x), penalised(model, x))
 
 
+class Counts(torch.nn.Module):
+    """Writes to a buffer that is too large to be copied in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1 << 19))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x.sigmoid()
+
+
 @pytest.mark.usefixtures("chosen")
 def test_what_has_no_second_gradient_isn_t_swapped_in_where_one_is_asked_for():
     """It would refuse what went well before."""
-    model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(64), torch.nn.Sigmoid())
+    model = torch.nn.Sequential(mlp(), Counts())
     x = torch.randn(8, 64, requires_grad=True)
     run = pinned(model, "inductor")
     for _ in range(2):
@@ -742,3 +754,17 @@ def test_a_forked_child_begins_anew():
         os.close(read)
         os.close(write)
         assert fuseboard.wait(120)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_an_optimizer_steps_once_a_call():
+    """Its graph holds the weights that it writes to, so it is tried in calls alone."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
+    step = compiled(lambda: optimizer.step())
+    for value in (0.9, 0.75, 0.575):
+        weight.grad = torch.ones(4)
+        step()
+        fuseboard.wait(120)
+        torch.testing.assert_close(weight.detach(), torch.full((4,), value))
+    assert not lives()

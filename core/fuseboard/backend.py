@@ -19,7 +19,7 @@ from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.frames import frame_title, leave_to_eager, needs_one_graph
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
-from fuseboard.workshop.admission import why_in_calls, with_a_cache
+from fuseboard.workshop.admission import why_held, why_in_calls, with_a_cache
 from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.life import Life
 
@@ -93,7 +93,7 @@ def _refuse_untraced(session: Session, graph: GraphModule) -> None:
 
 def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
     """What answers calls from now on: compiled beside them, or before this returns."""
-    why = why_in_calls(session, inputs)
+    why = why_in_calls(session, inputs) or why_held(graph)
     if not why:
         try:
             return Life(with_a_cache(session), graph, inputs).begin()

@@ -8,7 +8,7 @@ op in eager, forward and backward, on the inputs that it is compiled for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,6 +182,7 @@ class CaptureCheck:
         :param run: what is called; None calls what was compiled.
         :raises CannotCompare: such calls can't be made.
         """
+        self._must_not_write_to_held()
         return partial(_results, run or self._compiled, self._inputs(inputs))
 
     def _eager(self, inputs: _Copies) -> dict[str, Any] | BaseException:
@@ -225,15 +226,23 @@ class CaptureCheck:
     def _must_be_comparable(self) -> None:
         if torch_modes.saved_tensor_hooks_are_set():
             raise CannotCompare("hooks of saved tensors are set")
-        graphs = [one for one in self._graph.modules() if isinstance(one, GraphModule)]
-        for owner, node in ((one, node) for one in graphs for node in one.graph.nodes):
+        for _, node in self._nodes():
             if not _is_plain(node):
                 raise CannotCompare(f"{node.name} may do anything")
             if "checkpoint" in getattr(node.target, "__name__", ""):
                 raise CannotCompare("it has checkpoints, whose code eager runs twice")
+        self._must_not_write_to_held()
+        self._must_be_repeatable()
+
+    def _must_not_write_to_held(self) -> None:
+        for owner, node in self._nodes():
             if self._written != frozenset() and _is_held(node, owner):
                 raise CannotCompare(f"it may write to {node.target}, which Dynamo's graph holds")
-        self._must_be_repeatable()
+
+    def _nodes(self) -> Iterator[tuple[GraphModule, Node]]:
+        """Those of Dynamo's graph and of the graphs inside of it, with the graph."""
+        graphs = (one for one in self._graph.modules() if isinstance(one, GraphModule))
+        return ((one, node) for one in graphs for node in one.graph.nodes)
 
     def _must_be_repeatable(self) -> None:
         for graph in (captured.graph for captured in self._captured_graphs):

@@ -31,7 +31,7 @@ _MODES = tuple(part for part in ANSWER_PARTS if "autocast" in part.name)
 
 Run = Callable[..., Any]
 
-#: How much of what a call writes to is copied before it, such as a batch norm's statistics.
+#: So many bytes that calls write to, as a batch norm to its statistics, are copied before each.
 _WRITTEN_BYTES = 1 << 20
 
 _Form = tuple[torch.Size, torch.dtype, torch.device]
@@ -60,6 +60,7 @@ class Gradients:
         self.was_refused = False
         self._own = forward_of(graph)
         self._count = len(graph.graph.find_nodes(op="placeholder"))
+        self._forward_graph = forward.graph
         self._backward = backward.graph
         self._note = note
         self._modes = read_state(_MODES)
@@ -79,13 +80,25 @@ class Gradients:
             self._form = aot_functions.form_of(function)
         except aot_functions.UnknownForm as why:
             self.why_not = self.why_not or str(why)
+        else:
+            self.why_not = self.why_not or self._why_not_copied(self._form.written)
         function.forward = staticmethod(partial(self._forward, function.forward))
         function.backward = staticmethod(partial(self._gradients, function.backward))
         if (key := getattr(function, "_compiled_autograd_key", None)) is not None:
             function._compiled_autograd_key = staticmethod(partial(_with_zeros, key))
 
+    def _why_not_copied(self, written: Sequence[int]) -> str:
+        """Why inputs that a call writes to aren't copied before it; "" if they are, in each."""
+        places = self._forward_graph.graph.find_nodes(op="placeholder")
+        values = [places[i].meta["val"] for i in written]
+        if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
+            return "it writes to inputs whose sizes may change"
+        nbytes = sum(value.nbytes for value in values)
+        return f"it writes to {nbytes} bytes of its inputs" if nbytes > _WRITTEN_BYTES else ""
+
     def _forward(self, own: Run, context: Any, *args: Any) -> Any:
-        call = _Call(args, self._draws, self._form.written if self._form is not None else ())
+        copied = () if self.why_not or self._form is None else self._form.written
+        call = _Call(args, self._draws, copied)
         results = own(context, *args)
         if self._form is not None:
             call.forms = {i: _form(results[i]) for i in self._form.with_gradient}
@@ -110,11 +123,6 @@ class Gradients:
         if not aot_functions.keeps_graph():
             call.forget()
         return results
-
-    @property
-    def may_refuse(self) -> bool:
-        """Whether there may be calls whose gradients can't be differentiated as they are."""
-        return bool(self.why_not or (self._form is not None and self._form.written))
 
     def unfit(self, args: Sequence[Any]) -> str:
         """Why Dynamo's own graph has to answer a call; "" if it hasn't."""
@@ -259,7 +267,7 @@ class _Call:
 
     Inputs are held as autograd would, until the backward has run; but where hooks of saved tensors
     are set, as by a checkpoint, they say what becomes of tensors, and only leaves are held. Inputs
-    that the call writes to are held as they were before, where copies of them are small.
+    that the call writes to are held as they were before it.
 
     :ivar copied: positions of those inputs.
     :ivar forms: of the results that have a gradient, by position.
@@ -268,12 +276,11 @@ class _Call:
 
     __slots__ = ("_inputs", "_versions", "copied", "drawn", "forms")
 
-    def __init__(self, inputs: Sequence[Any], may_draw: bool, written: Sequence[int] = ()) -> None:
-        self.copied: Sequence[int] = ()
-        if written and sum(inputs[i].nbytes for i in written) <= _WRITTEN_BYTES:
-            self.copied = written
+    def __init__(self, inputs: Sequence[Any], may_draw: bool, copied: Sequence[int]) -> None:
+        self.copied = copied
+        if copied:
             inputs = list(inputs)
-            for i in written:
+            for i in copied:
                 inputs[i] = inputs[i].clone()
         self._inputs: Sequence[Any] | None = inputs
         if torch_modes.saved_tensor_hooks_are_set():

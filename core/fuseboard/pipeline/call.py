@@ -350,7 +350,7 @@ class GraphCall:
             conditions.append(unfit_calls.writes_in_a_checkpoint)
         if self.mutated:
             conditions.append(unfit_calls.other_overlaps(example_inputs))
-        if self.gradients is not None and self.gradients.may_refuse:
+        if self.gradients is not None and self.gradients.why_not:
             conditions.append(self.gradients.unfit)
         own = forward_of(self.graph)
         return unfit_calls.unless_unfit(compiled, own, conditions, self._note)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
 from fuseboard.lower.artifacts import Store, store_at
@@ -36,6 +37,18 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
     for value in inputs:
         if why := why_not_kept(value):
             return why
+    return ""
+
+
+def why_held(graph: GraphModule) -> str:
+    """Why a graph can only be tried where it is; "" if it can be elsewhere.
+
+    Parameters are among its inputs, but those of an optimizer that Dynamo traced: what the graph
+    writes to is what it holds, and no copy of that.
+    """
+    for one in graph.modules():
+        for name, _ in one.named_parameters(recurse=False):
+            return f"the graph holds the parameter {name}"
     return ""
 
 
