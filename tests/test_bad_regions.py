@@ -84,18 +84,18 @@ def test_verification_can_be_switched_off():
 
 
 def test_a_region_that_fails_late():
-    """It was right twice: the third call gives eager's answer all the same."""
+    """It was right while it was judged: the call gives eager's answer all the same."""
     counts = [0]
 
-    def third(results, inputs):
+    def fourth(results, inputs):
         counts[0] += 1
-        return boom() if counts[0] == 3 else results
+        return boom() if counts[0] == 4 else results
 
-    with plugged("bad", call=on_region(third)):
+    with plugged("bad", call=on_region(fourth)):
         check(compiled(g, "bad"), rnd(4, 5), rnd(5, 6), calls=5, reference=g)
     (trip,) = all_trips()
     assert (trip.stage, trip.instead) == ("run", "eager")
-    assert counts == [3]
+    assert counts == [4]
 
 
 def test_a_forward_that_fails_late():
@@ -105,7 +105,7 @@ def test_a_forward_that_fails_late():
     def call(eager_call, region):
         def run(args):
             counts[0] += region.kind == "forward"
-            fails = region.kind == "forward" and counts[0] == 4
+            fails = region.kind == "forward" and counts[0] == 5
             return boom() if fails else eager_call(args)
 
         return run
@@ -125,7 +125,7 @@ def test_a_backward_that_fails_late():
     def call(eager_call, region):
         def run(args):
             counts[0] += region.kind == "backward"
-            fails = region.kind == "backward" and counts[0] == 4
+            fails = region.kind == "backward" and counts[0] == 5
             return boom() if fails else eager_call(args)
 
         return run
@@ -198,8 +198,8 @@ def test_a_failure_in_one_of_several_regions():
         check(fn, rnd(4, 5), rnd(5, 6), calls=4, reference=g)
     (trip,) = all_trips()
     assert (trip.plugin, trip.source) == ("bad", f"{__file__}:{g.__code__.co_firstlineno + 1}")
-    # Checked calls call each region twice. In the first the ones after the bad one didn't run.
-    assert counts == [2 + 4 + 2 * 2, 1]
+    # Checked calls call each region thrice. In the first those after the bad one didn't run.
+    assert counts == [3 + 6 + 2 * 2, 1]
 
 
 def test_random_numbers_after_a_failure():

@@ -117,8 +117,8 @@ def test_saved_tensors_are_let_go_in_the_backward():
         fn = compiled(lambda x: x.exp().sin().sum(), "fake")
         for _ in range(3):
             fn(rnd(4, 5).requires_grad_()).backward()
-    assert min(counts[:2]) > 0  # checked, by two calls: kept for a second try
-    assert counts[2:] == [1, 1]  # the tangent, which autograd holds
+    assert min(counts[:3]) > 0  # checked, by three calls: kept for another try
+    assert counts[3:] == [1, 1]  # the tangent, which autograd holds
 
 
 # --- a call --------------------------------------------------------------------------------------

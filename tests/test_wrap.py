@@ -44,7 +44,7 @@ def test_every_call_of_a_region_goes_through_the_wrapper():
     with plugged("fake"), observing("wrapper", wrap=counting(counts, note="as told")):
         check(compiled(f, "fake"), rnd(3, 5))
     (region,) = last_graph().regions
-    assert counts == ["wrapper"] * 4  # three calls, of which the first is checked by one more
+    assert counts == ["wrapper"] * 5  # three calls, of which the first is checked by two more
     assert region.backend == "fake"
     assert region.notes == ["as told", "wrapped by wrapper"]
     assert all_trips() == []

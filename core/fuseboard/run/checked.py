@@ -35,9 +35,8 @@ from fuseboard.torch_api.state import CALL_PARTS, StateGuard
 #: the float64 run took; ``hook_limit_s`` is the limit in any case.
 CALL_LIMIT_S, CALL_LIMIT_FACTOR = 60.0, 20.0
 
-#: Calls after a region's first one, whose results must lie elsewhere: so many at least and at most.
-#: What they return is held, and they take this share of the time that judging took.
-_FEWEST_CALLS, _MOST_CALLS, _HELD_BYTES, _CALLS_SHARE = 2, 8, 64 * 2**20, 0.25
+#: Calls after a region's first one, whose results must lie elsewhere.
+_FURTHER_CALLS = 2
 
 
 @dataclass
@@ -162,21 +161,15 @@ class CheckedRegion:
     def _must_have_memory_of_its_own(
         self, result: Sequence[Any], inputs: list[Any], taken_s: float
     ) -> None:
-        """Call it a few times more: what it returned before must stay what it is.
+        """Call it twice more: what it returned before must stay what it is.
 
-        :param taken_s: what judging it took until now.
         :raises ContractError: it returns memory that an earlier result is in, or it wrote to its
             inputs.
         """
         if self._trusted or self._checks.inputs != "copied":
             return
-        start = time.perf_counter()
-        nbytes = sum(value.nbytes for value in result if _strided(value))
-        calls = min(_MOST_CALLS, max(_FEWEST_CALLS, _HELD_BYTES // max(nbytes, 1)))
         held = list(result)
-        for number in range(calls):
-            if number >= _FEWEST_CALLS and time.perf_counter() - start > _CALLS_SHARE * taken_s:
-                break
+        for _ in range(_FURTHER_CALLS):
             with generators_put_back():  # eager draws once a call
                 again = self._result(list(inputs), taken_s)
             if reused := reused_outputs(held, again, inputs):
