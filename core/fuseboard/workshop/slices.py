@@ -10,7 +10,10 @@ at each call of a function in them, whether they should let go:
   for them, as long as a share of what calls took since it last did.
 * Between calls they work in bursts, with rests in which another thread gets the lock at once.
 
-What the profile function costs them, a third of their time or more, is what this takes.
+The profile function costs these threads as much CPU time as their work, most of it what Python does
+to call it. A shorter ``sys.setswitchinterval`` would cost them nothing, and gets more done beside
+long ops; but it is the whole process's, so that who reads it meanwhile and puts it back later would
+keep it for good, and calls of small ops would take many times as long: each op waits for the lock.
 """
 
 from __future__ import annotations
@@ -111,7 +114,9 @@ class Slices:
                 self._workers -= 1
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        if _clock() > self._until:
+        # Functions written in C are left out, as are ends: there are three of these for each call
+        # of a Python function, and it is soon called again.
+        if event == "call" and _clock() > self._until:
             self._pause()
 
     def _pause(self) -> None:
