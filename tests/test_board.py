@@ -165,7 +165,7 @@ def test_an_unknown_backend_reads_well(monkeypatch):
     assert settings_error(three_backends(), backends=["quik"]) == (
         "backends = ['quik'], set in torch.compile(options=): no plugin named 'quik'. "
         "Did you mean 'quick'? Installed: a_slow, attention, eager, linear_cross_entropy, quick, "
-        "slow, watcher."
+        "simplify, slow, watcher."
     )
     monkeypatch.setattr(selection, "_extras", lambda: ["tvm"])
     text = settings_error(three_backends(), backends=["tvm"])
@@ -310,6 +310,7 @@ def test_states_show_all_there_is_to_know():
         "attention",
         "defaults",
         "linear_cross_entropy",
+        "simplify",
         "watcher",
     ]
     mine, watcher = states[3], states[-1]
@@ -331,8 +332,8 @@ def test_register_and_unregister_at_run_time():
     module = ModuleType("watching")
     module.fuseboard_event = fuseboard.hookimpl(lambda event: None)
     board.register(module)
-    own = ["attention", "defaults", "eager", "linear_cross_entropy"]
-    assert board.names() == [*own, "mine", "watching"]
+    own = ["attention", "defaults", "eager", "linear_cross_entropy", "simplify"]
+    assert board.names() == sorted([*own, "mine", "watching"])
 
 
 def test_hooks_may_be_methods_of_another_object():
@@ -464,7 +465,7 @@ def test_the_board_of_the_process_has_what_is_installed():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     states = {s["name"]: (s["state"], s["reason"]) for s in json.loads(out.stdout)}
-    for name in ("mkldnn", "inductor", "eager", "defaults", "attention"):
+    for name in ("mkldnn", "inductor", "eager", "defaults", "attention", "simplify"):
         assert states.pop(name) == ("ready", "")
     assert states["cudagraphs"][0] == ("ready" if torch.cuda.is_available() else "unavailable")
     assert {"onnxruntime", "triton", "tvm"} <= states.keys()
@@ -587,7 +588,7 @@ def test_each_asks_every_active_plugin_in_order():
         FakeEntryPoint("other", plugin(fuse=lambda graph: None)),
     )
     opened = board.session(resolve({"backends": ["c", "a"]}))
-    assert opened.with_hook("fuseboard_fuse") == ("c", "a", "other")
+    assert opened.with_hook("fuseboard_fuse") == ("c", "a", "simplify", "other")
 
 
 def test_an_observer_that_raises_is_named_once_and_breaks_nothing(caplog):

@@ -61,7 +61,7 @@ def test_what_each_did():
     assert "attention: attention, once (number 0)" in text
     text = passes("script.py:main", FUSEBOARD_FUSE_SKIP="0")
     assert "once (number 0, 1 switched off)" in text
-    assert "nothing was rewritten" in passes("script.py:main", FUSEBOARD_BLOCK="attention")
+    assert "nothing was rewritten" in passes("script.py:main", FUSEBOARD_BLOCK="attention,simplify")
 
 
 def test_a_trip_is_shown():

@@ -644,7 +644,7 @@ def harmful(tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful):
+def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful, caplog):
     """Dynamo's own graph answers, the report says what happened, and the next graph is served."""
     name = harmful("dies_in_lower", "os.kill(os.getpid(), signal.SIGSEGV)")
     model, x = mlp(), torch.randn(8, 64)
@@ -654,7 +654,10 @@ def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful):
         assert fuseboard.wait(120)
         assert torch.equal(run(x), model(x))
         (report,) = fuseboard.last_report().graphs
-        assert "the workshop failed: it ended with SIGSEGV" in report.instead
+        problem = "the workshop failed: it ended with SIGSEGV"
+        assert problem in report.instead
+        assert problem in str(fuseboard.last_report()).replace("\n ", "")
+        assert caplog.text.count(problem) == 1
         other = compiled(model)
         other(x)
         assert fuseboard.wait(120)

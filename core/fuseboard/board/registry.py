@@ -41,6 +41,7 @@ BUILT_IN = {
     "eager": "fuseboard.run.eager",
     "attention": "fuseboard.fuse.attention",
     "linear_cross_entropy": "fuseboard.fuse.cross_entropy",
+    "simplify": "fuseboard.fuse.simplify",
     "defaults": "fuseboard.defaults",
 }
 #: How long ``register`` waits for a plugin's description of itself.

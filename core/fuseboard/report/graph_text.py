@@ -61,7 +61,7 @@ def graph_parts(graph: GraphReport) -> list[RenderableType]:
 def _choice(graph: GraphReport) -> list[RenderableType]:
     """The candidates, which one runs and why, and what wasn't tried."""
     if not graph.candidates:
-        return []
+        return [line(f"choice: {graph.instead}")] if graph.instead else []
     decided = f" ({graph.decided})" if graph.decided else ""
     why = choices.why(graph) or "nothing has been compared yet"
     parts: list[RenderableType] = [line(f"choice: {why}{decided}")]

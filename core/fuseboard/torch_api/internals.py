@@ -257,7 +257,8 @@ def retrace(
     """Trace a graph again under a decomposition table, on its own fake inputs.
 
     In a tracing context of its own: the current one has the graphs of ``invoke_subgraph`` as they
-    were traced before, and would give these.
+    were traced before, and would give these. The graph's constants are real tensors, and stay
+    constants.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -266,10 +267,24 @@ def retrace(
     with (
         isolated_tracing(mode),
         mode if mode is not None else contextlib.nullcontext(),
+        _beside_real_tensors(mode),
         enable_python_dispatcher(),
         torch.fx.traceback.preserve_node_meta(),
     ):
         return make_fx(torch.fx.Interpreter(graph).run, decomposition_table=table)(*inputs)
+
+
+@contextlib.contextmanager
+def _beside_real_tensors(mode: Any) -> Iterator[None]:
+    """Let a fake mode take real tensors, too: torch's own switch, put back at the end."""
+    if not hasattr(mode, "allow_non_fake_inputs"):
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:

@@ -180,8 +180,10 @@ class Desk:
         try:
             return self._workshop.ask(request, directory, limit_s, lambda: order() is not None)
         except WorkshopError as error:
+            problem = f"the workshop failed: {error}"
+            log.warning("fuseboard: %s: %s", request.frame, problem)
             # What ended that process might end this one.
-            return Answer(problem=f"the workshop failed: {error}", only_here=not error.started)
+            return Answer(problem=problem, only_here=not error.started)
 
     def end(self) -> None:
         """At this process's end, which waits for nothing."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import fuseboard
 from fuseboard_inductor import _generated
 
 log = logging.getLogger("fuseboard")
@@ -65,7 +66,9 @@ def load(
     if key != stamp():
         return None
     constants = CompiledFxGraphConstants()
-    graph = _with_module(pickle.loads(stored), constants, needs)
+    with fuseboard.real_tensors():  # of which there are constants
+        unpickled = pickle.loads(stored)
+    graph = _with_module(unpickled, constants, needs)
     if graph is None:
         return None
     graph.post_compile(list(inputs), constants, graph.fx_kwargs)

@@ -185,9 +185,18 @@ def telling_strides(graph: GraphModule) -> contextlib.AbstractContextManager[Non
 
 @contextlib.contextmanager
 def fake_mode_of(inputs: Sequence[Any]) -> Iterator[Any]:
+    """The mode of fake inputs, or of the tracing context.
+
+    Inside, it takes real tensors as well: a region's constants.
+    """
     modes = [mode for mode in (getattr(v, "fake_mode", None) for v in inputs) if mode is not None]
-    if modes:
-        yield modes[0]
-        return
     context = torch._guards.TracingContext.try_get()
-    yield context.fake_mode if context is not None else None
+    mode = modes[0] if modes else context.fake_mode if context is not None else None
+    if mode is None:
+        yield None
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield mode
+    finally:
+        mode.allow_non_fake_inputs = before

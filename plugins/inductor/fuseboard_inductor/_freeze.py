@@ -77,12 +77,12 @@ def compile_frozen(
     from torch._inductor.compile_fx import compile_fx_inner
 
     complex_ops = _fallbacks.ops_on_complex(graph)
-    with _context(inputs, settings) as mode, _compile.telling_strides(graph):
+    with _context(inputs, settings), _compile.telling_strides(graph):
         others = [value for i, value in enumerate(inputs) if i not in weights]
         graph = _compile.joint_graph_passes(graph)
         own = _constants(graph)
         graph, recipe, layouts = _freeze(graph, weights, inputs)
-        with _fallbacks.counting() as fallbacks, _non_fake_inputs(mode):
+        with _fallbacks.counting() as fallbacks:
             compiled: Any = compile_fx_inner(
                 graph, others, static_input_idxs=[], is_inference=True, layout_opt=layouts
             )
@@ -167,16 +167,6 @@ def _context(inputs: Sequence[Any], settings: Mapping[str, Any]) -> Iterator[Any
         V.set_fake_mode(mode),
     ):
         yield mode
-
-
-@contextlib.contextmanager
-def _non_fake_inputs(mode: Any) -> Iterator[None]:
-    before = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True
-    try:
-        yield
-    finally:
-        mode.allow_non_fake_inputs = before
 
 
 def _stand_in(weight: torch.Tensor) -> torch.Tensor:
