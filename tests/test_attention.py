@@ -395,6 +395,21 @@ def test_gradients_of_gradients_and_tangents():
     assert found() >= 1
 
 
+def test_hooks_of_saved_tensors_see_none_that_is_fake():
+    """Though they are set while the graph is compiled."""
+    shapes = []
+
+    def pack(value):
+        shapes.append((value.data_ptr(), value.shape))
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        got = trained_with(compiled(additive), *drawn())
+    torch.testing.assert_close(got, trained_with(additive, *drawn()))
+    assert (found(), all_trips()) == (1, [])
+    assert (B, H, S, T) not in [tuple(shape) for _, shape in shapes]
+
+
 def test_gradients_in_a_batch():
     """Each is the kernel's."""
     q, k, v, m = drawn()

@@ -77,8 +77,11 @@ def _fits(found: Attention) -> bool:
     if not all(_can_mask(step, found, query) for step in found.steps if step.mask >= 0):
         return False
     q, k, v = (one if one.dim() == 4 else one.unsqueeze(0) for one in (query, key, value))
+    mask = _example_mask(found, query)
+    if mask is not None and mask.requires_grad:
+        return False
     try:
-        if not is_fused(q, k, v, _example_mask(found, query)):
+        if not is_fused(q, k, v, mask):
             return False
     except Exception:  # sizes that torch refuses, or that a symbol doesn't tell
         return False

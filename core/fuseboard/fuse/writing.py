@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 
 class Writer:
@@ -28,5 +29,15 @@ class Writer:
             {k: v for k, v in self._before.meta.items() if k not in ("val", "example_value")}
         )
         args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
-        node.meta["val"] = function(*args, **kwargs)
+        node.meta["val"] = _computed(function, args, kwargs)
         return node
+
+
+def _computed(function: Any, args: Any, kwargs: Any) -> Any:
+    """A fake value; nothing is saved, since hooks of the user's would be called with it."""
+    with torch.no_grad():
+        made = function(*args, **kwargs)
+    read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    if isinstance(made, torch.Tensor) and made.is_floating_point() and torch.is_grad_enabled():
+        made.requires_grad_(any(one.requires_grad for one in read))
+    return made

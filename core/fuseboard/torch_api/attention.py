@@ -69,8 +69,9 @@ def is_fused(
 ) -> bool:
     """Whether ``scaled_dot_product_attention`` has a fused kernel for fake tensors, on CPU.
 
-    It depends on sizes, dtypes, what needs gradients, and on what the user has switched off.
+    It depends on sizes, dtypes, and on what the user has switched off. A mask's gradient it hasn't.
     """
-    with _Ops() as ops:
+    # Nothing is saved: hooks of the user's for saved tensors would be called with fake ones.
+    with torch.no_grad(), _Ops() as ops:
         torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return _FUSED in ops.names
