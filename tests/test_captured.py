@@ -16,7 +16,7 @@ import fuseboard
 from fuseboard.capture.comparison import CaptureCheck
 from fuseboard.profile.judge import rewrites
 from fuseboard.report.data import ledger
-from tests.support.backends import all_trips, compiled, last_graph, plugged
+from tests.support.backends import all_trips, compiled, last_graph, observing, plugged
 from tests.support.values import rnd
 
 SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._softmax_backward_data.default)
@@ -281,6 +281,28 @@ def test_what_is_never_the_same_twice_is_no_difference():
     counted.register_fake(torch.empty_like)
     compiled(lambda x: counted(x) * 2)(torch.ones(2))
     assert not all_trips()
+
+
+@pytest.mark.parametrize("order", [("whole", "fused"), ("fused", "whole")])
+def test_which_backend_comes_first_changes_nothing_of_a_joint_graph(order):
+    """Each that trains has its decompositions in it."""
+    seen = []
+
+    def look(graph, kind):
+        if kind == "joint":
+            seen.append({node.target for node in graph.graph.nodes})
+
+    trains = {"training": True}
+    with (
+        plugged("whole", info=trains),
+        plugged("fused", info=trains, decompositions=lambda kind: get_decompositions(SOFTMAX)),
+        observing(fuse=look),
+    ):
+        x = rnd(4, 5).requires_grad_()
+        compiled(lambda x: F.gelu(x).softmax(-1), *order)(x).square().sum().backward()
+    (targets,) = seen
+    assert torch.ops.aten.gelu.default in targets
+    assert targets.isdisjoint(SOFTMAX)
 
 
 def test_roundings_are_no_difference():

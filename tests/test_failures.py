@@ -75,7 +75,7 @@ def test_a_hook_that_fails(hook, lie, said):
     assert first.instead == instead
     assert {trip.plugin for trip in all_trips()} == {"bad"}
     at_capture = [trip.instead for trip in all_trips() if trip.stage == "capture"]
-    assert at_capture == ["the next backend's level"] * (hook == "decompositions")
+    assert at_capture == ["the other backends' level"] * (hook == "decompositions")
 
 
 def test_a_backend_that_claims_and_cannot_lower():

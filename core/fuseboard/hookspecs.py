@@ -67,7 +67,7 @@ def fuseboard_decompositions(
     """Name the ops to decompose before regions of ``kind`` graphs reach this backend.
 
     A region is retraced under its backend's table if it holds an op of it. Inference graphs are
-    captured without any; joint ones at the level of the first backend in order that trains. With
+    captured without any; joint ones with those of all backends that train, in any order. With
     ``random="eager"`` an op that draws random numbers must not be decomposed into one that draws
     others. None means no decompositions.
     """

@@ -259,17 +259,18 @@ class GraphCall:
         """The level to capture at: no decompositions in inference, so that none is in what values
         are held against.
 
-        In training the level of the first backend in order that trains: the split into forward and
-        backward can choose among these ops only, and that backend's rewrites of joint graphs are
-        made for them.
+        In training what all backends that train want decomposed, whichever comes first: the split
+        into forward and backward can choose among these ops only, and rewrites of joint graphs are
+        made for the level of their backend. Of two decompositions of one op that of the first name
+        counts.
         """
         training = torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
         )
         if not training:
             return {}
-        own = mixed_norms.decompositions()
-        for info in self.session.backends:
+        wanted: dict[Any, Callable[..., Any]] = {}
+        for info in sorted(self.session.backends, key=lambda info: info.name):
             if not info.training:
                 continue
             try:
@@ -282,8 +283,8 @@ class GraphCall:
             except (PluginError, LoweringError) as error:
                 self.pipeline.contain_at_capture(info.name, error)
                 continue
-            return {**own, **(table or {})}
-        return own
+            wanted = {**(table or {}), **wanted}
+        return {**mixed_norms.decompositions(), **wanted}
 
     def capture_check_of(self, compiled: Run) -> CaptureCheck:
         as_many = self.input_count == len(self.graph.graph.find_nodes(op="placeholder"))

@@ -107,7 +107,7 @@ class Pipeline:
 
         :raises RegionError: the policy is to raise.
         """
-        self._tripped(self._at_capture, plugin, "capture", error, "the next backend's level")
+        self._tripped(self._at_capture, plugin, "capture", error, "the other backends' level")
 
     def rewrite_dynamos(self, graph: GraphModule) -> GraphModule:
         """Dynamo's graph as AOTAutograd is to capture it: the same one if nothing is rewritten."""
