@@ -63,6 +63,16 @@ class Workshop:
         :param directory: with the inputs' files.
         :raises WorkshopError: it can't be started, ended, or took too long.
         """
+        try:
+            return self._asked(request, directory, limit_s, wanted)
+        except (WorkshopError, OSError, ValueError):
+            if self._ended:  # the child was killed, and its streams were closed in another thread
+                return None
+            raise
+
+    def _asked(
+        self, request: Request, directory: Path, limit_s: float, wanted: Callable[[], bool]
+    ) -> Answer | None:
         (directory / "request").write_bytes(pickle.dumps(request))
         child = self._running()
         assert child.stdin is not None
