@@ -16,8 +16,10 @@ from fuseboard.config import resolve
 from fuseboard.errors import LoweringError
 from fuseboard.pipeline.call import compile_graph, contain_untraced
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.call_sizes import sizes_of
 from fuseboard.torch_api.frames import frame_title, leave_to_eager, needs_one_graph
 from fuseboard.torch_api.state import StateGuard
+from fuseboard.torch_api.symbols import in_the_example
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
 from fuseboard.workshop.admission import why_held, why_in_calls, with_a_cache
 from fuseboard.workshop.kept_call import CannotKeep
@@ -96,8 +98,10 @@ def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
     why = why_in_calls(session, inputs) or why_held(graph)
     if not why:
         try:
-            return Life(with_a_cache(session), graph, inputs).begin()
-        except CannotKeep as error:
+            sizes = sizes_of(graph, inputs)
+            real = [in_the_example(value) for value in inputs]
+            return Life(with_a_cache(session), graph, real, sizes).begin()
+        except (CannotKeep, LoweringError) as error:
             why = str(error)
     if session.settings.settle == "background":
         session.notes.append(f"tried within calls, not beside them: {why}")

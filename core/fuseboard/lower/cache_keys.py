@@ -26,6 +26,7 @@ from fuseboard.partition.signature import signature
 from fuseboard.torch_api import graphs as torch_graphs
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import symbols as torch_symbols
+from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.switches import read_switches
 
 
@@ -34,7 +35,11 @@ class NotCacheable(Exception):
 
 
 def region_key(
-    region: Region, info: BackendInfo, home: Path | None, baked: Sequence[str] | None
+    region: Region,
+    info: BackendInfo,
+    home: Path | None,
+    baked: Sequence[str] | None,
+    facts: str | None = None,
 ) -> Key:
     """The key of a region that is about to be lowered.
 
@@ -42,6 +47,7 @@ def region_key(
     :param home: the file or package whose code makes the artifact.
     :param baked: hashes of what the backend builds in; None where it builds in values that can't
         be had.
+    :param facts: what was known of its sizes when it was lowered; None: what is known now.
     :raises NotCacheable: something in the region has no name outside of this process.
     """
     for what in _nameless(region.graph):
@@ -60,6 +66,8 @@ def region_key(
         "options": plugin_options_text(region.options),
         **_parts(region.graph, region.backend, region.kind, region.static_inputs),
     }
+    if facts is not None:
+        parts["sizes"] = facts
     return Key(parts)
 
 
@@ -75,11 +83,15 @@ def graph_parts(graph: GraphModule, kind: GraphKind, static: Sequence[int]) -> d
 
 
 def call_parts(
-    graph: GraphModule, inputs: Sequence[torch.Tensor], static: Sequence[int]
+    graph: GraphModule,
+    inputs: Sequence[torch.Tensor | int],
+    static: Sequence[int],
+    sizes: CallSizes | None,
 ) -> dict[str, str]:
     """What the choice among candidates for a graph of Dynamo's depends on.
 
     :param inputs: real ones.
+    :param sizes: what Dynamo knows of sizes that change from call to call.
     :raises NotCacheable: something in the graph has no name outside of this process.
     """
     for what in _nameless(graph):
@@ -93,13 +105,21 @@ def call_parts(
     ]
     # Inputs that share memory are told from those that don't.
     places: dict[int, int] = {}
-    shown = [
-        f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()} "
-        f"{value.requires_grad} {value.is_conj()} {value.is_neg()} {value.is_inference()} "
-        f"{places.setdefault(torch_internals.storage_address(value), len(places))}"
-        for value in inputs
-    ]
-    text = "\n".join([*(one.code for one in graphs), *held, *shown])
+    shown = []
+    changing = (None,) * len(inputs) if sizes is None else sizes.texts
+    for value, known in zip(inputs, changing, strict=True):
+        if isinstance(value, int):
+            shown.append(known or f"{value}")
+            continue
+        shape = known or f"{tuple(value.shape)}{value.stride()}{value.storage_offset()}"
+        shown.append(
+            f"{value.dtype}{shape} "
+            f"{value.requires_grad} {value.is_conj()} {value.is_neg()} {value.is_inference()} "
+            f"{places.setdefault(torch_internals.storage_address(value), len(places))}"
+        )
+    text = "\n".join(
+        [*(one.code for one in graphs), *held, *shown, *(sizes.facts if sizes else ())]
+    )
     return {
         "backend": "the whole call",
         "graph": hashlib.sha256(text.encode()).hexdigest(),
@@ -130,7 +150,7 @@ def _parts(
     parts = {
         "graph": signature(graph, backend, (kind, _views(graph))),
         "static inputs": f"{static}",
-        "sizes": "; ".join(torch_symbols.known_facts(values)),
+        "sizes": size_facts(graph),
         **_machine_parts(),
     }
     own_keys = [getattr(node.target, "cache_key", None) for node in graph.graph.nodes]
@@ -140,6 +160,12 @@ def _parts(
     if any(device.type == "cuda" for device in devices):
         parts["gpu"] = gpu()
     return parts
+
+
+def size_facts(graph: GraphModule) -> str:
+    """What is known now of the symbolic sizes in a graph."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    return "; ".join(torch_symbols.known_facts(values))
 
 
 # --- the region -----------------------------------------------------------------------------------

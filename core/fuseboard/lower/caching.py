@@ -15,7 +15,7 @@ from fuseboard.board import Session
 from fuseboard.contracts import BackendInfo, LoweredRegion, Region
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.artifacts import Artifact, Key, Store, store_at
-from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
+from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key, size_facts
 from fuseboard.lower.isolated import LoweringRequest, LoweringResult
 from fuseboard.lower.isolation import Crash, lower_in_child, make_request
 from fuseboard.partition.signature import signature
@@ -76,6 +76,8 @@ class Cache:
     :param defers: what would have to be compiled is deferred, if a child process can do it.
     :param carried: another process has compiled it; what should be in the cache is deferred if it
         isn't.
+    :param facts: by region's signature: what is known of its sizes before it is lowered. Filled in,
+        or, for what was carried, read: since then more was learned.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class Cache:
         ready: Mapping[Token, LoweringResult] | None = None,
         defers: bool = False,
         carried: bool = False,
+        facts: dict[str, str] | None = None,
     ) -> None:
         self._session = session
         self._report = report
         self._ready = ready or {}
         self._defers = defers
         self._carried = carried
+        self._facts = {} if facts is None else facts
 
     def lower(self, task: Task, region_report: RegionReport) -> LoweredRegion | None:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.
@@ -165,7 +169,11 @@ class Cache:
                 baked = [content_hash(weight) for weight in task.weights]
                 if task.prepare is not None:
                     baked.append(signature(task.prepare, "prepare", ()))
-        return region_key(task.region, info, self._session.home(info.name), baked)
+        region = task.region
+        if not self._carried:
+            self._facts[region.signature] = size_facts(region.graph)
+        facts = self._facts.get(region.signature)
+        return region_key(region, info, self._session.home(info.name), baked, facts)
 
     def _info(self, backend: str) -> BackendInfo:
         return next(info for info in self._session.backends if info.name == backend)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch.fx import GraphModule
 
@@ -17,6 +18,18 @@ from fuseboard.errors import LoweringError
 from fuseboard.lower.static import is_symbolic
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.symbols import GuardWatch
+
+_sizes_are_kept: ContextVar[bool] = ContextVar("no size is fixed", default=False)
+
+
+@contextmanager
+def keeping_sizes() -> Iterator[None]:
+    """Let no backend fix a size in the block: Dynamo wouldn't compile again for other ones."""
+    token = _sizes_are_kept.set(True)
+    try:
+        yield
+    finally:
+        _sizes_are_kept.reset(token)
 
 
 @contextmanager
@@ -49,6 +62,8 @@ def watching_guards(
 
 
 def _may_fix(session: Session, plugin: str) -> bool:
+    if _sizes_are_kept.get():
+        return False
     return any(info.name == plugin and info.fixes_sizes for info in session.backends)
 
 

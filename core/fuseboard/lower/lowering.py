@@ -82,6 +82,8 @@ class Lowering:
         is traced here, nor compiled that should be in the cache, nor held against what that process
         has held it against.
     :ivar decomposed: where to keep graphs that are decomposed for another process.
+    :ivar facts: by signature: what is known of a region's sizes before it is lowered, for keys;
+        where ``carried`` is given, what was known in the other process.
     :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
         that one is asked there alone.
     :ivar wraps: whether plugins may put something around what is lowered.
@@ -100,6 +102,7 @@ class Lowering:
     ready: Mapping[Token, LoweringResult] = field(default_factory=dict)
     carried: Mapping[LevelKey, GraphModule | None] | None = None
     decomposed: dict[LevelKey, GraphModule | None] | None = None
+    facts: dict[str, str] = field(default_factory=dict)
     overridden: set[Decided] = field(default_factory=set)
     wraps: bool = True
 
@@ -272,7 +275,8 @@ class Lowering:
             weights=weights,
             prepare=prepared.prepare,
         )
-        cache = Cache(session, self.report, self.ready, self.defers, self.carried is not None)
+        carried = self.carried is not None
+        cache = Cache(session, self.report, self.ready, self.defers, carried, self.facts)
         by_settings = fused.by_settings
         try:
             answer = self._overriding.lower(task)
@@ -337,6 +341,7 @@ class Lowering:
             hoisting=False,
             carried=None,
             decomposed=None,
+            facts={},
             overridden=set(),
         )
 

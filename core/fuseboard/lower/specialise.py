@@ -74,7 +74,7 @@ class Specialised:
         self._repeatable = not any(map(has_effects, region.graph.graph.nodes))
         self._table: dict[Any, Boxed] = {}
         self._placeholders = region.graph.graph.find_nodes(op="placeholder")
-        self._sizes = size_sources(self._placeholders)
+        self._sizes = size_sources([node.meta.get("val") for node in self._placeholders])
         self._eager = boxed_function(region.graph, f"{region.name}.eager")
         # Dynamo must not trace what compiles in the middle of a call.
         self._made: Callable[[list[Any]], Boxed | None] = torch.compiler.disable(self._make)

@@ -67,12 +67,14 @@ class Record:
 
     :ivar decomposed: graphs of regions that were decomposed for a plugin; those of other
         candidates, too.
+    :ivar facts: what was known of each region's sizes before it was lowered, by signature.
     :ivar overridden: where who decides a stage by the settings did so.
     """
 
     staged: StagedGraph
     runner: Runner
     decomposed: dict[LevelKey, GraphModule | None] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     overridden: set[Decided] = field(default_factory=set)
     plan: Plan | None = None
 

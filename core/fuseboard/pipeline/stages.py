@@ -295,6 +295,7 @@ class Pipeline:
             hoisting=self.session.settings.hoist and staged.kind == "inference",
             real=self.example_inputs.behind(placeholders, weight_positions),
             decomposed=record.decomposed if record is not None else None,
+            facts=record.facts if record is not None else {},
             overridden=record.overridden if record is not None else set(),
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard.beside import is_beside
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Region, Stage
 from fuseboard.errors import CONTAINED, NotEnoughMemory, WrongValues
@@ -71,7 +72,8 @@ class Runner:
         self.report = report
         self.lock = fork_safe_lock()
         results: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
-        bucket = bucket_source(graph.graph.find_nodes(op="placeholder"))
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        bucket = bucket_source([node.meta.get("val") for node in placeholders])
         self.context = GraphContext(graph, kind, board_nodes, results, session, report, bucket)
         self._bucket_of = _function_of_args(bucket)
         self.captured = captured
@@ -123,8 +125,14 @@ class Runner:
         self.captured.put(self._instead or function)
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]:
-        """The first call of a new bucket of sizes: a checked one."""
-        checks = RegionChecks(again=self._every is not None)
+        """The first call of a new bucket of sizes: a checked one.
+
+        Beside the user's calls its results are compared with those of Dynamo's graph instead.
+        """
+        again = self._every is not None
+        checks = RegionChecks(again=again)
+        if is_beside():
+            checks = RegionChecks(False, strides=False, inputs="unseen", again=again)
         return program.checked(self, self._cloned, checks)(args)
 
     def run_unprepared(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:

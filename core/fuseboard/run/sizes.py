@@ -6,38 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from fuseboard.torch_api import symbols as torch_symbols
 
 
-def size_sources(placeholders: Sequence[Node]) -> list[tuple[str, str]]:
-    """What the sizes of a region follow from: (an expression of ``args``, a name for people).
+def size_sources(values: Sequence[Any]) -> list[tuple[str, str]]:
+    """What the sizes of a graph follow from: (an expression of ``args``, a name for people).
 
     A number that is an input; else the first size, stride or offset that is just a symbol; at last
     expressions that hold a symbol which appears nowhere alone.
+
+    :param values: of the graph's inputs, fake.
     """
-    candidates: list[tuple[str, Any]] = []
-    for i, node in enumerate(placeholders):
-        value = node.meta.get("val")
-        if isinstance(value, torch_symbols.NUMBERS):
-            candidates.append((f"args[{i}]", value))
-    for i, node in enumerate(placeholders):
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            continue
-        candidates += [(f"args[{i}].size({d})", n) for d, n in enumerate(value.shape)]
-        if value.layout == torch.strided:
-            candidates += [(f"args[{i}].stride({d})", n) for d, n in enumerate(value.stride())]
-            candidates.append((f"args[{i}].storage_offset()", value.storage_offset()))
-    candidates = [(t, n) for t, n in candidates if isinstance(n, torch_symbols.NUMBERS)]
-    known: set[Any] = set()
-    found: list[tuple[str, str]] = []
-    for text, number in candidates:
-        expr = torch_symbols.expression(number)
-        if expr.is_Symbol and expr not in known:
-            known.add(expr)
-            found.append((text, torch_symbols.source_name(expr, number)))
+    candidates = _symbolic_sizes(values)
+    alone = _symbols(candidates)
+    found = [
+        (text, torch_symbols.source_name(symbol, number))
+        for symbol, (text, number) in alone.items()
+    ]
+    known = set(alone)
     for text, number in candidates:
         expr = torch_symbols.expression(number)
         if not expr.free_symbols <= known and expr not in known:
@@ -46,10 +33,47 @@ def size_sources(placeholders: Sequence[Node]) -> list[tuple[str, str]]:
     return found
 
 
-def bucket_source(placeholders: Sequence[Node]) -> str:
+def symbol_sources(values: Sequence[Any]) -> dict[str, str]:
+    """Symbol → an expression of ``args`` that is just that symbol, where there is one.
+
+    :param values: of the graph's inputs, fake.
+    """
+    alone = _symbols(_symbolic_sizes(values))
+    return {str(symbol): text for symbol, (text, _) in alone.items()}
+
+
+def _symbolic_sizes(values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """(an expression of ``args``, the symbolic number that it gives), numbers first."""
+    found: list[tuple[str, Any]] = [
+        (f"args[{i}]", value)
+        for i, value in enumerate(values)
+        if isinstance(value, torch_symbols.NUMBERS)
+    ]
+    for i, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            continue
+        found += [(f"args[{i}].size({d})", n) for d, n in enumerate(value.shape)]
+        if value.layout == torch.strided:
+            found += [(f"args[{i}].stride({d})", n) for d, n in enumerate(value.stride())]
+            found.append((f"args[{i}].storage_offset()", value.storage_offset()))
+    return [(text, n) for text, n in found if isinstance(n, torch_symbols.NUMBERS)]
+
+
+def _symbols(candidates: Sequence[tuple[str, Any]]) -> dict[Any, tuple[str, Any]]:
+    """The first of each that is just a symbol, by the symbol."""
+    found: dict[Any, tuple[str, Any]] = {}
+    for text, number in candidates:
+        if (expr := torch_symbols.expression(number)).is_Symbol:
+            found.setdefault(expr, (text, number))
+    return found
+
+
+def bucket_source(values: Sequence[Any]) -> str:
     """An expression of ``args`` that is equal for calls of like sizes; "" where none is symbolic.
 
     Sizes are alike where they lie between the same powers of two; 0 and 1 are by themselves.
+
+    :param values: of the graph's inputs, fake.
     """
-    texts = [f"int({text}).bit_length()" for text, _ in size_sources(placeholders)]
+    texts = [f"int({text}).bit_length()" for text, _ in size_sources(values)]
     return f"({', '.join(texts)},)" if texts else ""

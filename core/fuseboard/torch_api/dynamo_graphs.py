@@ -19,8 +19,10 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fuseboard.errors import LoweringError
+from fuseboard.torch_api.call_sizes import CallSizes, SymbolicInputs
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.graphs import constants_from_bytes, constants_to_bytes
+from fuseboard.torch_api.symbols import GuardWatch
 
 #: Where Dynamo notes what kind of static input a placeholder is: on the tensor it stands for.
 _STATIC = "_dynamo_static_input_type"
@@ -160,19 +162,26 @@ def drop_values(graph: GraphModule) -> None:
 
 
 class _Values(torch.fx.Interpreter):
-    """Each node's fake value, from fake inputs of its own."""
+    """Each node's fake value.
+
+    :param inputs: fake ones, or real ones, of which fake ones with plain sizes are made.
+    """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
         super().__init__(graph)
         self.values: dict[torch.fx.Node, Any] = {}
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        modes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
+        mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
         fakes = [
-            mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one
+            mode.from_tensor(one, static_shapes=True)
+            if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor)
+            else one
             for one in inputs
         ]
-        with mode:
+        with mode, enable_python_dispatcher():  # as Dynamo does, for ops on symbolic sizes
             self.run(*fakes, enable_io_processing=False)
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -187,34 +196,60 @@ class _Values(torch.fx.Interpreter):
 class Tracing:
     """A tracing context of its own for AOTAutograd.
 
-    :ivar inputs: fake ones with plain sizes; aliases and strides are those of the real ones.
+    :ivar inputs: fake ones; aliases and strides are those of the real ones.
+    :ivar learned: what is learned of symbolic sizes from now on.
     """
 
     inputs: list[Any]
+    learned: GuardWatch
     _context: Any
+    _symbolic: SymbolicInputs | None
 
     def guards(self) -> list[Any]:
         """What AOTAutograd relies on that Dynamo would have had to guard on."""
         return list(self._context.guards_context.aotautograd_guards)
 
+    def freeze(self) -> None:
+        """Let guards that come too late be refused."""
+        if self._symbolic is not None:
+            self._symbolic.mode.shape_env.freeze()
+
+    def note_example_values(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
+        """Give each node of Dynamo's graph its fake value again, as far as sizes are symbolic.
+
+        :param inputs: real ones.
+        """
+        if self._symbolic is not None:
+            fakes = self._symbolic.made(inputs, apart=True)  # the graph may change their shapes
+            values = _Values(graph, fakes).values
+            for node in graph.graph.nodes:
+                node.meta["example_value"] = values.get(node)
+
 
 @contextlib.contextmanager
-def tracing_apart(inputs: Sequence[Any]) -> Iterator[Tracing]:
+def tracing_apart(inputs: Sequence[Any], sizes: CallSizes | None = None) -> Iterator[Tracing]:
     """Let AOTAutograd capture a graph, for the block, as if Dynamo were calling its backend.
 
-    :param inputs: real tensors.
+    :param inputs: real tensors, and numbers.
+    :param sizes: what Dynamo knows of their sizes; without it these are plain.
     """
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    symbolic = None if sizes is None else SymbolicInputs(sizes.data)
+    mode = FakeTensorMode(shape_env=ShapeEnv()) if symbolic is None else symbolic.mode
     context = TracingContext(mode)
+    learned = GuardWatch(mode)
     with tracing(context):
-        fakes = [
-            mode.from_tensor(value, static_shapes=True)
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in inputs
-        ]
-        yield Tracing(fakes, context)
+        fakes = (
+            [
+                mode.from_tensor(value, static_shapes=True)
+                if isinstance(value, torch.Tensor)
+                else value
+                for value in inputs
+            ]
+            if symbolic is None
+            else symbolic.made(inputs)
+        )
+        yield Tracing(fakes, learned, context, symbolic)

@@ -7,10 +7,12 @@ torch's own pickler of graphs, with three things done otherwise:
   nodes are sent as named tuples here, which pytree knows anyway.
 * It describes each fake tensor with all that a converter of metadata may ask for, half a
   millisecond apiece to read again. Those that have a dtype, sizes and strides alone are described
-  by these.
+  by these. Views on storages of symbolic sizes would have these fixed by the converter.
 * It writes the graph's Python code to send it, which Python's compiler then has in both processes,
   some 40 ms each time for a graph of 500 nodes in which no other thread runs. Here a graph comes
   without code, and has it once somebody asks for it.
+
+Symbolic floats and booleans, which it refuses, are sent as symbolic integers are.
 
 Read against torch 2.13: ``torch/fx/_graph_pickler.py`` (``GraphPickler``, ``_GraphUnpickler``,
 ``_GraphModulePickleData``, ``patch_pytree_map_over_slice``), ``torch/fx/_lazy_graph_module.py``,
@@ -32,6 +34,7 @@ from torch.fx._graph_pickler import (
     Options,
     _GraphPickleData,
     _GraphUnpickler,
+    _SymNodePickleData,
     _UnpickleState,
 )
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -128,12 +131,12 @@ class _Form:
     """
 
     storage: int
-    nbytes: int
+    nbytes: int | torch.SymInt
     dtype: torch.dtype
     device: torch.device
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    shape: tuple[int | torch.SymInt, ...]
+    strides: tuple[int | torch.SymInt, ...]
+    offset: int | torch.SymInt
     requires_grad: bool
     is_parameter: bool
 
@@ -151,6 +154,8 @@ class _Pickler(GraphPickler):
             return _Module.made, (_Module(obj, self.options), self._unpickle_state)
         if type(obj) is FakeTensor and _is_plain(obj):
             return _made, (self._form(obj), self._unpickle_state)
+        if isinstance(obj, torch.SymFloat | torch.SymBool):
+            return _number, (_SymNodePickleData(obj.node), self._unpickle_state)
         return super().reducer_override(obj)
 
     def _form(self, value: FakeTensor) -> _Form:
@@ -163,7 +168,7 @@ class _Pickler(GraphPickler):
             value.device,
             tuple(value.shape),
             value.stride(),
-            int(value.storage_offset()),
+            value.storage_offset(),
             value.requires_grad,
             isinstance(value, torch.nn.Parameter),
         )
@@ -173,7 +178,7 @@ def _is_plain(value: FakeTensor) -> bool:
     if value.layout != torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
         return False
     sizes = (*value.shape, *value.stride(), value.storage_offset())
-    known = all(type(size) is int for size in sizes)
+    known = all(type(size) in (int, torch.SymInt) for size in sizes)
     return known and value.is_leaf and value.constant is None
 
 
@@ -185,10 +190,20 @@ def _made(form: _Form, state: Any) -> FakeTensor:
     with torch.inference_mode(False), torch._C._DisableTorchDispatch():
         value = torch.empty(0, dtype=form.dtype, device="meta")
         if form.storage not in storages:
-            storages[form.storage] = torch.UntypedStorage(form.nbytes, device="meta")
+            # An untyped storage would fix a symbolic size.
+            held = torch.empty(form.nbytes, dtype=torch.uint8, device="meta")
+            storages[form.storage] = held.untyped_storage()
         value.set_(storages[form.storage], form.offset, form.shape, form.strides)
         value.requires_grad_(form.requires_grad)
         made = FakeTensor(state.fake_mode, value, form.device)
     if form.is_parameter:
         setattr(made, "_is_param", True)  # noqa: B010  # what isinstance(made, Parameter) asks
     return made
+
+
+def _number(data: Any, state: Any) -> Any:
+    """
+    :param data: torch's description of a node, whose ShapeEnv has been read with it.
+    """
+    kind: Any = {float: torch.SymFloat, bool: torch.SymBool}[data.pytype]
+    return kind(data._to_sym_node())

@@ -183,18 +183,24 @@ class GuardWatch:
     """What a ShapeEnv learns from now on, and a way back.
 
     :param mode: the fake mode whose ShapeEnv is watched; it may have none.
+    :param known: how many of its guards are known; None: those that it has.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, known: int | None = None) -> None:
         self._env = getattr(mode, "shape_env", None)
         if self._env is None:
             return
         self._before = {name: _copied(getattr(self._env, name)) for name in self._names()}
         self._counts = {name: getattr(self._env, name) for name in _COUNTERS}
-        self._known = {id(guard) for guard in self._env.guards}
+        self._known = {id(guard) for guard in self._env.guards[:known]}
 
     def _names(self) -> list[str]:
         return [name for name in _CONTAINERS if hasattr(self._env, name)]
+
+    @property
+    def guards(self) -> int:
+        """How many guards there are now."""
+        return 0 if self._env is None else len(self._env.guards)
 
     @property
     def too_late(self) -> bool:
@@ -218,6 +224,31 @@ class GuardWatch:
 
         new = [guard.expr for guard in self._env.guards if id(guard) not in self._known]
         return list(dict.fromkeys(PythonPrinter().doprint(expr) for expr in new))
+
+    def all_code(self) -> list[str] | None:
+        """The guards, and what became of symbols and their ranges, which follows from guards.
+
+        All of it as Python over the symbols' names; None if that doesn't say all.
+        """
+        code = self.code()
+        if code is None or self._env is None:
+            return code
+        from torch.utils._sympy.numbers import int_oo
+        from torch.utils._sympy.printers import PythonPrinter
+
+        ranges, replaced = self._before["var_to_range"], self._before["replacements"]
+        for symbol, now in self._env.var_to_range.items():
+            before = ranges.get(symbol)
+            if before is None or symbol in self._env.replacements:
+                continue
+            if now.lower != before.lower and now.lower != -int_oo:
+                code.append(f"{symbol} >= {now.lower}")
+            if now.upper != before.upper and now.upper != int_oo:
+                code.append(f"{symbol} <= {now.upper}")
+        for symbol, expr in self._env.replacements.items():
+            if symbol not in replaced:
+                code.append(f"{symbol} == {PythonPrinter().doprint(expr)}")
+        return list(dict.fromkeys(code))
 
     def fixed(self) -> dict[str, tuple[int, bool]]:
         """Sizes that became numbers: name → (the number, whether the user marked it dynamic)."""

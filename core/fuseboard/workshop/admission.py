@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from fuseboard.board import Session, board
 from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.profile.choose.ranks import several_ranks
+from fuseboard.torch_api.symbols import in_the_example, symbolic_numbers, why_unknown
 from fuseboard.workshop.process import scratch_cache
 
 
@@ -35,8 +36,10 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
     if path := session.override_of_this_process():
         return f"{path}, which decides a stage, can't be imported by another process"
     for value in inputs:
-        if why := why_not_kept(value):
+        if why := why_unknown(value) or why_not_kept(in_the_example(value)):
             return why
+    if settings.dynamic == "specialise" and any(map(symbolic_numbers, inputs)):
+        return "dynamic = 'specialise' compiles for the sizes that each call brings"
     return ""
 
 
@@ -77,6 +80,8 @@ def _is_writable(store: Store) -> bool:
 
 def why_not_kept(value: Any) -> str:
     """Why an input can't be kept for work on it later; "" if it can."""
+    if type(value) is int:  # a size
+        return ""
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return f"an input is of type {type(value).__name__}"
     if value.device.type != "cpu":

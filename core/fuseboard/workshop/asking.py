@@ -10,17 +10,24 @@ from fuseboard.board import Session
 from fuseboard.errors import LoweringError
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import dynamo_graphs
+from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.workshop.kept_call import KeptCall
 from fuseboard.workshop.request import Answer, Request
 from fuseboard.workshop.tensors import write_inputs
 
 
 def make_request(
-    session: Session, graph: GraphModule, call: KeptCall, frame: str, directory: Path
+    session: Session,
+    graph: GraphModule,
+    call: KeptCall,
+    sizes: CallSizes | None,
+    frame: str,
+    directory: Path,
 ) -> Request | Answer:
     """What to ask about a graph of Dynamo's; or the answer that it can't be asked.
 
     :param call: whose inputs are written into ``directory``.
+    :param sizes: what Dynamo knows of the inputs' sizes.
     :param frame: names the user's function in reports.
     """
     inputs = call.inputs()
@@ -43,4 +50,5 @@ def make_request(
         frame=frame,
         state=call.named_state(),
         modes=(call.grads, call.inference),
+        sizes=sizes,
     )

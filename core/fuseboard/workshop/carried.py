@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ from fuseboard.run.sites import Site
 from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.dynamo_graphs import tracing_apart
 from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
+from fuseboard.torch_api.symbols import GuardWatch
+from fuseboard.workshop.sizes import NoCondition, SizeCondition
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class _CarriedGraph:
     :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
     :ivar decomposed: graphs of regions that were decomposed for a plugin; None for those that
         weren't.
+    :ivar facts: what was known of the sizes of a region before it was lowered, by signature.
     :ivar overridden: where who decides a stage by the settings did so.
     """
 
@@ -70,6 +73,7 @@ class _CarriedGraph:
     runs_original: bool
     fusions_offered: int
     decomposed: dict[LevelKey, bytes | None]
+    facts: dict[str, str]
     overridden: frozenset[Decided]
     report: GraphReport
 
@@ -82,6 +86,7 @@ class CarriedProgram:
     :ivar backwards: for each entry whether it is that of a backward graph.
     :ivar mutated: positions of the inputs that a call writes to.
     :ivar spreads: how far apart roundings brought its results and those of Dynamo's graph.
+    :ivar condition: which calls it answers; None where all sizes are plain.
     """
 
     bundle: bytes
@@ -92,6 +97,7 @@ class CarriedProgram:
     count: int
     autocast: bool
     spreads: Spreads
+    condition: SizeCondition | None
 
 
 class NotCarried(Exception):
@@ -101,10 +107,13 @@ class NotCarried(Exception):
 # --- there ----------------------------------------------------------------------------------------
 
 
-def pack(compiled: Compiled, spreads: Spreads) -> bytes:
+def pack(
+    compiled: Compiled, spreads: Spreads, condition: Callable[[], SizeCondition | None]
+) -> bytes:
     """What another process makes the same of.
 
-    :param spreads: of :meth:`fuseboard.capture.comparison.Capture.spreads_as_it_runs`.
+    :param spreads: of :meth:`fuseboard.capture.comparison.CaptureCheck.spreads_as_it_runs`.
+    :param condition: which calls it answers; is asked when all else is done.
     :raises NotCarried: something in it means nothing there.
     """
     from fuseboard.torch_api.bundles import bundle_of
@@ -123,9 +132,10 @@ def pack(compiled: Compiled, spreads: Spreads) -> bytes:
             count=call.input_count,
             autocast=call.autocast,
             spreads=spreads,
+            condition=condition(),
         )
         return pickle.dumps(program)
-    except LoweringError as error:
+    except (LoweringError, NoCondition) as error:
         raise NotCarried(str(error)) from error
     except Exception as error:  # whatever the code of an object in it raises when it is pickled
         raise NotCarried(f"{type(error).__name__}: {error}") from error
@@ -156,6 +166,7 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
             for key, graph in record.decomposed.items()
             if key[1] in used
         },
+        facts={name: text for name, text in record.facts.items() if name in used},
         overridden=frozenset(one for one in record.overridden if one[1] in used),
         report=staged.report,
     )
@@ -184,6 +195,9 @@ def unpack(
 ) -> tuple[Compiled, CarriedProgram]:
     """What was packed, around Dynamo's graph of this process; and what it was packed as.
 
+    What is learned of sizes here, by code in the cache that was made for some, is a part of the
+    condition, too.
+
     :param inputs: a call's, real; they are not kept.
     :param frame: names the user's function in reports.
     :param number: of the backend's call.
@@ -195,10 +209,11 @@ def unpack(
     call = GraphCall(session, graph, frame, number)
     call.mutated, call.input_count, call.autocast = carried.mutated, carried.count, carried.autocast
     by_entry = {one.entry: one for one in carried.graphs}
+    graphs = _Graphs(carried.condition)
     for number, is_backward in enumerate(carried.backwards):
         if (one := by_entry.get(number)) is None:
             raise NotCarried("its backward hasn't run where it was tried")
-        captured = _graph_from(one.captured)
+        captured = graphs.read(one.captured)
         name = carried.entries[number]
         call.captured_graphs.append(
             CapturedBackward(captured, name, call.note_backward)
@@ -206,26 +221,62 @@ def unpack(
             else CapturedGraph(captured, name)
         )
         with tracing_apart(()):  # as where it was tried: passes of torch's look for one
-            _run(call, one, captured, inputs)
+            _run(call, one, captured, inputs, graphs)
     codes = [captured.boxed() for captured in call.captured_graphs]
     with noting_functions() as functions:
         captured_run = from_bundle(carried.bundle, codes)
     call.complete_gradients(functions)
     run = call.watch_autocast(captured_run)
     compiled = Compiled(call.unless_unfit(run, inputs), call, captured=captured_run)
-    return compiled, carried
+    return compiled, dataclasses.replace(carried, condition=_condition(carried, graphs, inputs))
 
 
-def _graph_from(data: bytes) -> GraphModule:
-    return graph_from_bytes(data)[0]
+class _Graphs:
+    """Reads graphs, each with a ShapeEnv of its own.
+
+    :param condition: what the other process had learned.
+    :ivar learned: what is learned of their sizes here, to read them included.
+    """
+
+    def __init__(self, condition: SizeCondition | None) -> None:
+        self._guards = 0 if condition is None else condition.guards
+        self.learned: list[GuardWatch] = []
+
+    def read(self, data: bytes) -> GraphModule:
+        graph, _, mode = graph_from_bytes(data)
+        self.learned.append(GuardWatch(mode, self._guards))
+        return graph
+
+
+def _condition(
+    carried: CarriedProgram, graphs: _Graphs, inputs: Sequence[Any]
+) -> SizeCondition | None:
+    """
+    :raises NotCarried: it doesn't hold for the call.
+    """
+    if carried.condition is None:
+        return None
+    condition = carried.condition
+    try:
+        for learned in graphs.learned:
+            condition = condition.with_terms(learned)
+    except NoCondition as error:
+        raise NotCarried(str(error)) from error
+    if not condition.holds()(inputs):
+        raise NotCarried(f"it is for calls where {condition.described()}")
+    return condition
 
 
 def _run(
-    call: GraphCall, carried: _CarriedGraph, captured: GraphModule, inputs: Sequence[Any]
+    call: GraphCall,
+    carried: _CarriedGraph,
+    captured: GraphModule,
+    inputs: Sequence[Any],
+    graphs: _Graphs,
 ) -> None:
     """Let the calls of the newest entry go to a program."""
     session, settings, entry = call.session, call.session.settings, call.captured_graphs[-1]
-    graph = captured if carried.fused is None else _graph_from(carried.fused)
+    graph = captured if carried.fused is None else graphs.read(carried.fused)
     nodes = {node.name: node for node in graph.graph.nodes}
     kept = [nodes[name] for name in carried.board_nodes]
     report = _as_ours(carried.report, call)
@@ -247,9 +298,10 @@ def _run(
         real=_real_inputs(placeholders, carried, inputs),
         strict=True,
         carried={
-            key: None if one is None else _graph_from(one)
+            key: None if one is None else graphs.read(one)
             for key, one in carried.decomposed.items()
         },
+        facts=dict(carried.facts),
         overridden=set(carried.overridden),
     )
     cuts = cut_regions(graph, carried.placements, kept, carried.regions, settings.merge_regions)

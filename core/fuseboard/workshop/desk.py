@@ -65,6 +65,9 @@ class Order(Protocol):
     def load(self) -> Next:
         """Load what was chosen."""
 
+    def compare(self) -> Next:
+        """Hold what was chosen against Dynamo's graph on a call of other sizes."""
+
     def fail(self, problem: str) -> None:
         """Nothing comes of it."""
 
@@ -137,6 +140,10 @@ class Desk:
         """Load what was chosen for a graph that has been tried."""
         self._loading.put(self._load, weakref.ref(order))
 
+    def compare(self, order: Order) -> None:
+        """Compare what was chosen for a graph on a call that it has kept."""
+        self._loading.put(self._compare, weakref.ref(order))
+
     def _go_on(self, order: weakref.ref[Order], what: Next) -> None:
         if what is Next.ASK:
             self._asking.put(self._ask, order)
@@ -148,6 +155,9 @@ class Desk:
 
     def _load(self, order: weakref.ref[Order]) -> None:
         self._do(order, lambda alive: alive.load())
+
+    def _compare(self, order: weakref.ref[Order]) -> None:
+        self._do(order, lambda alive: alive.compare())
 
     def _do(self, order: weakref.ref[Order], step: Callable[[Order], Next]) -> None:
         """Let a graph that somebody may still call take a step, and do what is to follow it."""

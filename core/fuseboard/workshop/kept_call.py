@@ -29,24 +29,27 @@ class CannotKeep(Exception):
 class KeptCall:
     """Weights by weak reference, all other inputs as copies.
 
-    :param inputs: tensors on the CPU.
+    :param inputs: tensors on the CPU, and numbers.
     :param weights: positions of those that are parameters or buffers.
     :param as_strided: the graph may reach any part of an input's storage.
     :raises CannotKeep: the copies would take too much memory.
     """
 
-    def __init__(
-        self, inputs: Sequence[torch.Tensor], weights: Collection[int], as_strided: bool
-    ) -> None:
+    def __init__(self, inputs: Sequence[Any], weights: Collection[int], as_strided: bool) -> None:
         self.weights = frozenset(weights)
         self.state = read_state(ANSWER_PARTS)
         self.grads = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        storages_of = {torch_internals.storage_address(v): v.untyped_storage() for v in inputs}
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        storages_of = {torch_internals.storage_address(v): v.untyped_storage() for v in tensors}
         #: Of all inputs, each storage once.
         self.nbytes = sum(storage.nbytes() for storage in storages_of.values())
-        users = Counter(map(torch_internals.storage_address, inputs))
-        copied = [value for i, value in enumerate(inputs) if i not in weights]
+        users = Counter(map(torch_internals.storage_address, tensors))
+        copied = [
+            value
+            for i, value in enumerate(inputs)
+            if i not in weights and isinstance(value, torch.Tensor)
+        ]
         whole = {
             address: value.untyped_storage()
             for value in copied
@@ -69,10 +72,12 @@ class KeptCall:
 
     def _copy(
         self,
-        value: torch.Tensor,
+        value: Any,
         whole: dict[int, torch.UntypedStorage],
         storages: dict[int, torch.UntypedStorage],
     ) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
         address = torch_internals.storage_address(value)
         with torch.inference_mode(value.is_inference()), torch.no_grad():
             if address not in whole:
@@ -86,7 +91,7 @@ class KeptCall:
         copy.requires_grad_(value.requires_grad)
         return copy
 
-    def inputs(self) -> list[torch.Tensor] | None:
+    def inputs(self) -> list[Any] | None:
         """The inputs; None where a weight is gone."""
         values = [value() for value in self._values]
         return None if any(value is None for value in values) else values

@@ -26,26 +26,29 @@ from fuseboard.capture.original import forward_of
 from fuseboard.errors import CONTAINED
 from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
-from fuseboard.pipeline.call import Compiled, compile_graph
-from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, note_dynamo_runs
+from fuseboard.pipeline.call import Compiled
+from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, give_up, note_dynamo_runs
 from fuseboard.report.data import GraphReport
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.failure import describe, trip
 from fuseboard.run.route import Route
 from fuseboard.torch_api import dynamo_graphs as torch_capture
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
-from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.admission import why_not_kept
 from fuseboard.workshop.asking import make_request
+from fuseboard.workshop.by_sizes import BySizes
 from fuseboard.workshop.checkpoints import Recomputations
+from fuseboard.workshop.compiling import compile_apart
 from fuseboard.workshop.desk import Next, desk
 from fuseboard.workshop.kept_answers import KeptAnswers
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
 from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
 from fuseboard.workshop.reporting import LifeReport
 from fuseboard.workshop.request import Answer, Request
+from fuseboard.workshop.sizes import SizeCondition, SizeRoute
 from fuseboard.workshop.slices import slices
 from fuseboard.workshop.states import GraphState, StateMachine
 from fuseboard.workshop.trial import Trial
@@ -63,19 +66,27 @@ class Life:
 
     :param graph: it isn't changed.
     :param inputs: real ones, of which :func:`why_in_calls` says nothing; they are not kept.
+    :param sizes: what Dynamo knows of their sizes; None where these are plain.
     :raises CannotKeep: later calls can't be made on them.
     :ivar run: what Dynamo calls.
     """
 
-    def __init__(self, session: Session, graph: GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        graph: GraphModule,
+        inputs: Sequence[Any],
+        sizes: CallSizes | None = None,
+    ) -> None:
         self.limit_s = session.settings.hook_limit_s
         self._session = session
         self._graph = graph
         self._own = forward_of(graph)
         self._static = torch_capture.static_positions(graph)
+        self._sizes = sizes
         weights = {i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
-        as_strided = "as_strided" in graph.code
-        self._kept = KeptCall(inputs, self._static | weights, as_strided)
+        self._weights = self._static | weights
+        self._kept = self._keep(inputs)
         self._frame = frame_title()
         self._context = copy_context()
         self._machine = StateMachine()
@@ -83,6 +94,9 @@ class Life:
         self._has_begun = False
         self._trial: Trial | None = None
         self._compiled: Compiled | None = None
+        self._chosen: Run = self._own
+        #: What sends calls to it by their sizes, where these are symbolic.
+        self._by_sizes: BySizes | None = None
         self._answers: KeptAnswers | None = None
         #: What is to be loaded.
         self._program: bytes | None = None
@@ -92,7 +106,9 @@ class Life:
         self._why_here = ""
         #: Whether an earlier process's answer will do, and whether this one is.
         self._may_look, self._is_recalled = True, False
-        training = self._kept.grads and any(value.requires_grad for value in inputs)
+        training = self._kept.grads and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in inputs
+        )
         self._report = LifeReport(session, self._frame, "forward" if training else "inference")
         self._training = training
         self._recomputations = Recomputations()
@@ -100,6 +116,12 @@ class Life:
         self._is_twice = False
         self._route = Route(self._begin_with)
         self.run = self._route.run
+
+    def _keep(self, inputs: Sequence[Any]) -> KeptCall:
+        """
+        :raises CannotKeep: it would take too much memory.
+        """
+        return KeptCall(inputs, self._weights, "as_strided" in self._graph.code)
 
     def begin(self) -> Run:
         """What answers the calls from now on."""
@@ -187,6 +209,8 @@ class Life:
 
         Only when it makes one: most forked children never do.
         """
+        if self._by_sizes is not None:
+            self._by_sizes.forked()
         if not self.waiting:
             return
 
@@ -219,7 +243,13 @@ class Life:
                 self.fail("a weight is gone")
                 return Next.NOTHING
             self._answers = KeptAnswers.of(
-                self._session, self._graph, self._report.data, self._kept, inputs, self._static
+                self._session,
+                self._graph,
+                self._report.data,
+                self._kept,
+                inputs,
+                self._static,
+                self._sizes,
             )
             known = self._answers.find() if self._may_look else None
             self._is_recalled = known is not None
@@ -229,7 +259,13 @@ class Life:
         """What to ask the workshop, or its answer where it can't be asked."""
         with beside():
             return self._context.copy().run(
-                make_request, self._session, self._graph, self._kept, self._frame, directory
+                make_request,
+                self._session,
+                self._graph,
+                self._kept,
+                self._sizes,
+                self._frame,
+                directory,
             )
 
     def answered(self, answer: Answer) -> Next:
@@ -271,8 +307,6 @@ class Life:
         if self._calls_left < 0:
             self.fail(problem)
             return
-        weights = self._kept.weights
-        as_strided = "as_strided" in self._graph.code
 
         def keep(*args: Any) -> Any:
             results = self._watch(*args)
@@ -281,7 +315,7 @@ class Life:
                     self._wants_call = False
                     self._route.put(self._watch)
                     try:
-                        self._kept = KeptCall(args, weights, as_strided)
+                        self._kept = self._keep(args)
                     except CannotKeep as error:
                         self.fail(str(error))
                     else:
@@ -317,19 +351,22 @@ class Life:
             return
         self._session.notes.append(f"tried within calls, not beside them: {why}")
         try:
-            with StateGuard(), eager_view_strides(), torch_capture.tracing_apart(inputs) as tracing:
-                compiled = compile_graph(
-                    self._session, self._graph, tracing.inputs, inputs, self._frame
-                )
+            with StateGuard():
+                apart = compile_apart(self._session, self._graph, inputs, self._sizes, self._frame)
+            condition = apart.condition()
         except CONTAINED as error:
             self.fail(describe(error))
             return
-        if tracing.guards():
-            self.fail("AOTAutograd relies on which of its inputs are the same")
+        if apart.problem:
+            self.fail(apart.problem)
             return
+        apart.learn_no_more()
         self._report.give_way()
-        self._compiled = compiled
-        self._settle_on(compiled.run)
+        self._compiled = apart.compiled
+        run = apart.compiled.run
+        if condition is not None:  # each program checks its first calls of other sizes itself
+            run = SizeRoute(condition, run, self._own, None).run
+        self._settle_on(run)
 
     def fail(self, problem: str) -> None:
         """Nothing comes of it: Dynamo's own graph answers all calls."""
@@ -346,7 +383,7 @@ class Life:
         assert program is not None
         with beside():
             try:
-                compiled = load(
+                compiled, condition = load(
                     program, self._session, self._graph, self._kept, self._frame, number
                 )
             except CannotKeep as error:
@@ -354,7 +391,7 @@ class Life:
             except NotLoaded as error:
                 return self._not_loaded(error)
             else:
-                self._install(compiled)
+                self._install(compiled, condition)
             return Next.NOTHING
 
     def _not_loaded(self, error: NotLoaded) -> Next:
@@ -367,33 +404,88 @@ class Life:
         if not isinstance(error, ComputesOtherwise):
             self._compile_in_a_call(f"what was chosen can't be loaded: {error}")
             return Next.NOTHING
-        backends = ", ".join(error.backends) or "AOTAutograd"
-        trip(self._report.data, backends, "lower", self.name, error, "Dynamo's own graph")
+        self._trip(self._report.data, error, error.backends)
         self.fail(str(error))
         if self._answers is not None:  # a later process would load the same
             self._answers.keep(Answer(dynamo_wins=True, reports=(self._report.data,)))
         return Next.NOTHING
 
-    def _install(self, compiled: Compiled) -> None:
+    def _trip(self, report: GraphReport, error: Exception, backends: Sequence[str]) -> None:
+        """Note that what was chosen computes otherwise here than Dynamo's graph."""
+        who = ", ".join(backends) or "AOTAutograd"
+        trip(report, who, "lower", self.name, error, "Dynamo's own graph")
+
+    def _install(self, compiled: Compiled, condition: SizeCondition | None) -> None:
         gradients = compiled.call.gradients
         if self._is_twice and gradients is not None and gradients.why_not:
             self.fail(f"it is differentiated twice, and {gradients.why_not}")
             return
         self._report.give_way(*(runner.report for runner in compiled.runners))
-        self._compiled = compiled
+        self._compiled, self._chosen = compiled, compiled.run
         for runner in compiled.runners:
             runner.on_trip = self._keep_that_eager_runs
+        if condition is not None:
+            self._by_sizes = self._sending_by_sizes(compiled, condition)
+            self._chosen = self._by_sizes.run
         if compiled.is_dynamo_graph:
             self._settle_on(self._own)
             self._report.settled(EAGER)
         elif self._training:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
-            self._settle_on(compiled.run)
+            self._settle_on(self._chosen)
             self._report.settled(COMPILED)
         else:
-            margin = self._session.settings.margin
-            trial = self._trial = Trial((self._own, compiled.run), margin, self._decide)
+            self._begin_trial(compiled, condition)
+
+    def _sending_by_sizes(self, compiled: Compiled, condition: SizeCondition) -> BySizes:
+        notes = compiled.runners[0].report.notes
+        by_sizes = BySizes(
+            compiled,
+            condition,
+            self._watch,
+            self._keep,
+            lambda: desk().compare(self),
+            notes.append,
+            self._passed_by,
+        )
+        if (inputs := self._kept.inputs()) is not None:
+            by_sizes.is_right_for(inputs)
+        return by_sizes
+
+    def _begin_trial(self, compiled: Compiled, condition: SizeCondition | None) -> None:
+        margin, runs = self._session.settings.margin, (self._own, compiled.run)
+        if condition is None or self._by_sizes is None:
+            trial = self._trial = Trial(runs, margin, self._decide)
             self._machine.change(GraphState.TRIALLING, lambda: self._route.put(trial.call))
+            return
+        self._trial = Trial(runs, margin, self._decide, condition.sizes_of())
+        self._by_sizes.put(self._trial.call)
+        chosen = self._chosen
+        self._machine.change(GraphState.TRIALLING, lambda: self._route.put(chosen))
+
+    def compare(self) -> Next:
+        """Hold what was chosen against Dynamo's graph on a call of other sizes."""
+        return self._context.copy().run(self._compare)
+
+    def _compare(self) -> Next:
+        by_sizes, compiled = self._by_sizes, self._compiled
+        assert by_sizes is not None
+        assert compiled is not None
+        with beside():
+            problem = by_sizes.compare()
+            if problem:
+                error = ComputesOtherwise(problem, compiled)
+                self._route.put(self._own)
+                self._machine.change(GraphState.SETTLED)
+                self._trip(compiled.runners[0].report, error, error.backends)
+                for runner in compiled.runners:
+                    give_up(runner, "Dynamo's own graph runs", problem)
+                self._keep_that_eager_runs(problem)
+        return Next.NOTHING
+
+    def _passed_by(self) -> None:
+        if self.state is GraphState.TRIALLING and self._trial is not None:
+            self._trial.pass_by()
 
     # --- in a call ------------------------------------------------------------------------------
 
@@ -402,8 +494,7 @@ class Life:
         compiled, trial = self._compiled, self._trial
         assert compiled is not None
         assert trial is not None
-        program = (self._own, compiled.run)[winner]
-        if not self._machine.change(GraphState.SETTLED, lambda: self._route.put(program)):
+        if not self._machine.change(GraphState.SETTLED, lambda: self._decided(winner)):
             return
         self._kept.forget()
         eager_us, compiled_us = trial.latencies_us
@@ -419,6 +510,12 @@ class Life:
             self._keep_that_eager_runs()
         emit(report)
         self._report.settled((EAGER, COMPILED)[winner])
+
+    def _decided(self, winner: int) -> None:
+        assert self._compiled is not None
+        if self._by_sizes is not None:
+            self._by_sizes.put(self._compiled.run)
+        self._route.put((self._own, self._chosen)[winner])
 
     def _keep_that_eager_runs(self, problem: str = "") -> None:
         """For later processes.

@@ -21,6 +21,7 @@ from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.carried import CarriedProgram, NotCarried, unpack
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
+from fuseboard.workshop.sizes import SizeCondition
 
 log = logging.getLogger("fuseboard")
 
@@ -43,8 +44,10 @@ class ComputesOtherwise(NotLoaded):
 
 def load(
     data: bytes, session: Session, graph: GraphModule, call: KeptCall, frame: str, number: int
-) -> Compiled:
+) -> tuple[Compiled, SizeCondition | None]:
     """Make again what :func:`fuseboard.workshop.carried.pack` packed, and call it.
+
+    Returned with the condition on the sizes of the calls that it answers.
 
     :param graph: Dynamo's, of this process.
     :param call: on its inputs it is called, and Dynamo's graph, to compare their results.
@@ -69,7 +72,7 @@ def load(
         raise NotLoaded(describe(error)) from error
     if problem:
         raise ComputesOtherwise(problem, compiled)
-    return compiled
+    return compiled, carried.condition
 
 
 def _first_call(compiled: Compiled, carried: CarriedProgram, inputs: Sequence[Any]) -> str:

@@ -13,15 +13,15 @@ import torch
 from fuseboard.board import board, register
 from fuseboard.capture.comparison import CannotCompare
 from fuseboard.errors import CONTAINED
-from fuseboard.pipeline.call import Compiled, compile_graph
+from fuseboard.lower.guards import keeping_sizes
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.bundles import bundling
-from fuseboard.torch_api.dynamo_graphs import graph_from_bytes, tracing_apart
+from fuseboard.torch_api.dynamo_graphs import graph_from_bytes
 from fuseboard.torch_api.state import ANSWER_PARTS
-from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.carried import NotCarried, pack
+from fuseboard.workshop.compiling import CompiledApart, compile_apart
 from fuseboard.workshop.request import Answer, Request
 from fuseboard.workshop.tensors import read_inputs
 
@@ -43,17 +43,12 @@ def answer(request: Request, directory: Path) -> Answer:
             return Answer(problem=why, only_here=True)
         (directory / "started").touch()
         inputs = read_inputs(request.inputs, directory)
-        with ledger.collect() as reports:
-            with eager_view_strides(), tracing_apart(inputs) as tracing, bundling() as bundled:
-                compiled = compile_graph(
-                    session, graph, tracing.inputs, inputs, request.frame, bundled
-                )
-            if tracing.guards():
-                return Answer(
-                    problem="AOTAutograd relies on which of its inputs are the same, on which "
-                    "Dynamo doesn't guard then"
-                )
-            return _rehearse(compiled, inputs, reports)
+        with ledger.collect() as reports, keeping_sizes():
+            with bundling() as bundled:
+                apart = compile_apart(session, graph, inputs, request.sizes, request.frame, bundled)
+            if apart.problem:
+                return Answer(problem=apart.problem)
+            return _rehearse(apart, inputs, reports)
 
 
 _registered: set[str] = set()
@@ -76,7 +71,10 @@ def _surroundings(request: Request) -> Iterator[None]:
         yield
 
 
-def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[GraphReport]) -> Answer:
+def _rehearse(
+    apart: CompiledApart, inputs: Sequence[Any], reports: Sequence[GraphReport]
+) -> Answer:
+    compiled = apart.compiled
     if compiled.is_dynamo_graph:
         return Answer(dynamo_wins=True, reports=tuple(reports))
     try:
@@ -96,6 +94,7 @@ def _rehearse(compiled: Compiled, inputs: Sequence[Any], reports: Sequence[Graph
         return Answer(dynamo_wins=True, reports=tuple(reports))
     try:
         spreads = compiled.capture_check().spreads_as_it_runs(inputs)
-        return Answer(reports=tuple(reports), program=pack(compiled, spreads))
+        program = pack(compiled, spreads, apart.condition)
+        return Answer(reports=tuple(reports), program=program)
     except NotCarried as why:
         return Answer(problem=f"what was chosen can't be sent: {why}", only_here=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fuseboard.config.model import Settings
 from fuseboard.report.data import GraphReport
+from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.workshop.tensors import SentInputs
 
 
@@ -20,6 +21,7 @@ class Request:
     :ivar frame: names the user's function in reports.
     :ivar state: name → value: what results depend on, as the call found it.
     :ivar modes: the grad mode and the inference mode of the call.
+    :ivar sizes: what Dynamo knows of the inputs' sizes; None where these are plain.
     """
 
     graph: bytes
@@ -30,6 +32,7 @@ class Request:
     frame: str
     state: dict[str, Any]
     modes: tuple[bool, bool]
+    sizes: CallSizes | None
 
 
 @dataclass(frozen=True)

@@ -35,30 +35,34 @@ class SentTensor:
 class SentInputs:
     """The inputs of a call. Storage ``i`` is in the file ``i`` of a directory.
 
+    :ivar values: tensors, and plain numbers.
     :ivar sizes: of the storages, in bytes.
     """
 
-    tensors: tuple[SentTensor, ...]
+    values: tuple[SentTensor | int, ...]
     sizes: tuple[int, ...]
 
 
-def write_inputs(inputs: Sequence[torch.Tensor], directory: Path) -> SentInputs:
-    """Write the storages of some tensors on the CPU to files.
+def write_inputs(inputs: Sequence[torch.Tensor | int], directory: Path) -> SentInputs:
+    """Write the storages of the tensors among some inputs, all on the CPU, to files.
 
     :raises OSError: there is no room for them.
     """
     numbers: dict[int, int] = {}
     sizes: list[int] = []
-    tensors: list[SentTensor] = []
+    values: list[SentTensor | int] = []
     for value in inputs:
+        if not isinstance(value, torch.Tensor):
+            values.append(value)
+            continue
         storage = value.untyped_storage()
         # Empty storages have no address; each is one of its own.
         number = numbers.setdefault(storage.data_ptr() or -1 - len(sizes), len(sizes))
         if number == len(sizes):
             sizes.append(storage.nbytes())
             _write(storage, directory / str(number))
-        tensors.append(_described(value, number))
-    return SentInputs(tuple(tensors), tuple(sizes))
+        values.append(_described(value, number))
+    return SentInputs(tuple(values), tuple(sizes))
 
 
 def _write(storage: torch.UntypedStorage, path: Path) -> None:
@@ -95,15 +99,18 @@ def _described(value: torch.Tensor, storage: int) -> SentTensor:
     )
 
 
-def read_inputs(sent: SentInputs, directory: Path) -> list[torch.Tensor]:
-    """The tensors that :func:`write_inputs` wrote, on memory that is this process's own."""
+def read_inputs(sent: SentInputs, directory: Path) -> list[torch.Tensor | int]:
+    """The inputs that :func:`write_inputs` wrote, on memory that is this process's own."""
     storages = [
         torch.UntypedStorage.from_file(str(directory / str(i)), shared=False, nbytes=size)
         if size
         else torch.UntypedStorage(0)
         for i, size in enumerate(sent.sizes)
     ]
-    return [_made(one, storages[one.storage]) for one in sent.tensors]
+    return [
+        _made(one, storages[one.storage]) if isinstance(one, SentTensor) else one
+        for one in sent.values
+    ]
 
 
 def _made(one: SentTensor, storage: Any) -> Any:

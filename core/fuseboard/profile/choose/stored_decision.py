@@ -29,6 +29,7 @@ from fuseboard.profile.costs.database import (
 )
 from fuseboard.profile.costs.rows import NOT_TRIED
 from fuseboard.report.data import CandidateReport, GraphReport
+from fuseboard.torch_api.call_sizes import CallSizes
 
 Level = Literal["graph", "step", "capture", "call"]
 
@@ -97,18 +98,20 @@ class StoredDecision:
         session: Session,
         graph: GraphModule,
         report: GraphReport,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | int],
         static: Collection[int],
+        sizes: CallSizes | None,
         around: str,
     ) -> StoredDecision:
         """That of a graph of Dynamo's: whether its candidates were tried in another process.
 
         :param inputs: real ones.
+        :param sizes: what Dynamo knows of the inputs' sizes; None where these are plain.
         :param around: what results depend on besides.
         """
         costs = database(session.settings)
         try:
-            parts = call_parts(graph, inputs, sorted(static))
+            parts = call_parts(graph, inputs, sorted(static), sizes)
             parts["around the call"] = around
             parts["backends"] = "; ".join(_backends(session))
             parts["rewriters"] = "; ".join(_rewriters(session))

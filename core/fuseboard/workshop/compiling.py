@@ -1,0 +1,80 @@
+"""Compile a graph of Dynamo's away from Dynamo's call of its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fuseboard.board import Session
+from fuseboard.contracts import Boxed
+from fuseboard.errors import CONTAINED
+from fuseboard.lower.guards import keeping_sizes
+from fuseboard.pipeline.call import Compiled, compile_graph
+from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.torch_api.dynamo_graphs import Tracing, tracing_apart
+from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.workshop.sizes import SizeCondition
+
+
+@dataclass(frozen=True)
+class CompiledApart:
+    """What was compiled, and what Dynamo would have had to guard on.
+
+    :ivar compiled: answers calls for which :meth:`condition` holds.
+    """
+
+    compiled: Compiled
+    _tracing: Tracing
+    _sizes: SizeCondition | None
+
+    @property
+    def problem(self) -> str:
+        """Why it can't answer calls; "" if it can."""
+        if not self._tracing.guards():
+            return ""
+        return (
+            "AOTAutograd relies on which of its inputs are the same, on which Dynamo doesn't "
+            "guard then"
+        )
+
+    def condition(self) -> SizeCondition | None:
+        """What has to hold of a call's sizes, as far as is known now; None where these are plain.
+
+        :raises NoCondition: it can't be told from a call.
+        """
+        return None if self._sizes is None else self._sizes.with_terms(self._tracing.learned)
+
+    def learn_no_more(self) -> None:
+        """What has still to be compiled has to do with what is known of the sizes."""
+        self._tracing.freeze()
+
+
+def compile_apart(
+    session: Session,
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    sizes: CallSizes | None,
+    frame: str,
+    bundled: Callable[[Callable[..., Boxed]], Any] | None = None,
+) -> CompiledApart:
+    """Compile a graph for calls of all sizes that Dynamo's guards let through, as far as it can be.
+
+    :param inputs: real ones.
+    :param sizes: what Dynamo knows of their sizes.
+    :param frame: names the user's function in reports.
+    :param bundled: as of :func:`fuseboard.pipeline.call.compile_graph`.
+    """
+    with eager_view_strides(), keeping_sizes(), tracing_apart(inputs, sizes) as tracing:
+        condition = SizeCondition.on(tracing.inputs)  # before any of their sizes may be fixed
+        try:
+            tracing.note_example_values(graph, inputs)
+            rewrite = True
+        except CONTAINED:  # a limit of fake tensors; AOTAutograd may know another way
+            rewrite = False
+        compiled = compile_graph(
+            session, graph, tracing.inputs, inputs, frame, bundled, rewrite=rewrite
+        )
+        return CompiledApart(compiled, tracing, condition)
