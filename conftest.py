@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parent
 
@@ -36,7 +38,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402  # after the environment is set
 import torch  # noqa: E402
 
+import fuseboard  # noqa: E402
+from fuseboard.lower import background  # noqa: E402
 from fuseboard.report.data import ledger  # noqa: E402
+from fuseboard.workshop import desk as desks  # noqa: E402
 
 # torch makes its structured trace, hundreds of records a compile, where this logger has a handler.
 # pytest gives one of its own to each logger that doesn't propagate.
@@ -48,6 +53,53 @@ def policy_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Choices are measured, as by default, and kept in a cache of the test's own."""
     monkeypatch.setenv("FUSEBOARD_POLICY", "measured")
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def as_users_run_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The defaults, which compile beside calls; a cache of the test's own."""
+    monkeypatch.delenv("FUSEBOARD_POLICY")
+    monkeypatch.delenv("FUSEBOARD_SETTLE")
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    background._unsettled.clear()
+    ledger.clear()
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled beside the calls wins the trial in calls."""
+    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", lambda trial: 1)
+
+
+@pytest.fixture
+def own_desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[desks.Desk]:
+    """A desk that no other test has started; its workshop ends with the test."""
+    desk = desks.Desk()
+    monkeypatch.setattr(desks, "_desk", desk)
+    yield desk
+    desk.end()
+
+
+@pytest.fixture
+def plugin_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], ModuleType]]:
+    """Registers a plugin, a module that the workshop finds, which does something in ``lower``."""
+    from tests.support.beside import PLUGIN
+
+    names = []
+
+    def make(name: str, act: str) -> ModuleType:
+        (tmp_path / f"{name}.py").write_text(PLUGIN.format(name=name, act=act))
+        monkeypatch.syspath_prepend(tmp_path)
+        module = importlib.import_module(name)
+        fuseboard.register(module, name)
+        names.append(name)
+        return module
+
+    yield make
+    for name in names:
+        fuseboard.unregister(name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import operator
+import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseboard.workshop import trial
-from fuseboard.workshop.trial import LOOKS, WARM, Trial
+from fuseboard.workshop.trial import LOOKS, MOST_CALLS, WARM, Trial
 
 
 class Clock:
@@ -85,6 +88,63 @@ def test_every_trial_ends_once(first, second):
         winners, calls = decided(Clock(monkeypatch), first, second)
     assert len(winners) == 1
     assert calls <= 2 * (LOOKS[-1] + WARM) + 2
+
+
+class Sized(Clock):
+    """Programs whose calls take time by their size."""
+
+    def program(self, name, us_of):
+        def run(size):
+            self.now += us_of(size)
+            return name, size
+
+        return run
+
+    def decided(self, first, second, sizes, passed_by=()):
+        """The winner, and how many calls it took."""
+        winners = []
+        programs = [self.program("first", first), self.program("second", second)]
+        test = Trial(programs, 0.03, winners.append, lambda args: args[0])
+        for number, size in enumerate(sizes):
+            if number in passed_by:
+                test.pass_by()
+            else:
+                assert test.call(size)[1] == size
+            if winners:
+                return winners, number + 1
+        raise AssertionError("it didn't end")
+
+
+@pytest.mark.parametrize(("share", "winner"), [(0.9, 1), (1.3, 0)])
+def test_calls_of_the_same_sizes_are_compared(monkeypatch, share, winner):
+    """A tenth decides, where sizes make calls a hundred times as long as others."""
+    sizes = random.Random(0).choices(range(1, 101), k=MOST_CALLS)
+    times = partial(operator.mul, 1e-3), partial(operator.mul, share * 1e-3)
+    winners, _ = Sized(monkeypatch).decided(*times, sizes)
+    assert winners == [winner]
+
+
+def test_what_won_before_stays_where_no_sizes_come_again(monkeypatch):
+    """After a bounded number of calls."""
+    times = partial(operator.mul, 1e-3), partial(operator.mul, 9e-3)
+    winners, calls = Sized(monkeypatch).decided(*times, range(1, 1000))
+    assert (winners, calls) == ([1], MOST_CALLS)
+
+
+def test_first_calls_of_sizes_count_where_there_are_no_others(monkeypatch):
+    """They are better than nothing."""
+    times = partial(operator.mul, 1e-3), partial(operator.mul, 9e-3)
+    sizes = [1 + number // 2 for number in range(1000)]
+    winners, calls = Sized(monkeypatch).decided(*times, sizes)
+    assert (winners, calls) == ([0], MOST_CALLS)
+
+
+def test_calls_that_are_passed_by_end_it_too(monkeypatch):
+    """Those that Dynamo's graph answers for their sizes; two pairs decide nothing."""
+    times = partial(operator.mul, 1e-3), partial(operator.mul, 9e-3)
+    passed_by = range(6, 1000)
+    winners, calls = Sized(monkeypatch).decided(*times, [3] * 1000, passed_by)
+    assert (winners, calls) == ([1], MOST_CALLS)
 
 
 def test_an_error_of_the_users_passes_and_decides_nothing(monkeypatch):

@@ -16,62 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseboard
 from fuseboard.capture.comparison import CaptureCheck
-from fuseboard.lower import background
 from fuseboard.report.data import ledger
-from fuseboard.workshop import desk as desks
 from fuseboard.workshop import process
 from fuseboard.workshop.states import GraphState
+from tests.support.beside import compiled, life, lives, loaded, mlp, pinned
 from tests.support.eager_loses import MEASURE
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 ROOT = Path(__file__).parents[1]
-QUICK = ["mkldnn", "eager"]
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it(monkeypatch, tmp_path):
-    """The defaults; a cache of the test's own."""
-    monkeypatch.delenv("FUSEBOARD_POLICY")
-    monkeypatch.delenv("FUSEBOARD_SETTLE")
-    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
-    background._unsettled.clear()
-    ledger.clear()
-
-
-@pytest.fixture
-def own_desk(monkeypatch):
-    """A desk that no other test has started; its workshop ends with the test."""
-    desk = desks.Desk()
-    monkeypatch.setattr(desks, "_desk", desk)
-    yield desk
-    desk.end()
-
-
-def compiled(target, **options):
-    options = {"backends": QUICK, "measure_s": 0.01, **options}
-    return torch.compile(target, backend="fuseboard", options=options)
-
-
-def lives():
-    return [graph for graph in background._unsettled if hasattr(graph, "state")]
-
-
-def life():
-    (found,) = lives()
-    return found
-
-
-def mlp(size=64):
-    return torch.nn.Sequential(
-        torch.nn.Linear(size, size),
-        torch.nn.ReLU(),
-        torch.nn.Linear(size, size),
-        torch.nn.Softmax(-1),
-    )
-
-
-def loaded():
-    """The graphs that were made again in this process."""
-    return [graph for graph in fuseboard.last_report().graphs if "load" in graph.seconds]
 
 
 def test_the_first_call_is_eagers_and_later_ones_are_what_was_chosen():
@@ -92,18 +45,6 @@ def test_the_first_call_is_eagers_and_later_ones_are_what_was_chosen():
     assert {row.name for row in report.candidates} >= {"eager"}
     assert all(row.state in ("chosen", "slower", "failed") for row in report.candidates)
     assert report.settled
-
-
-@pytest.fixture
-def chosen(monkeypatch):
-    """What was compiled wins the trial in calls."""
-    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", lambda trial: 1)
-
-
-def pinned(target, backend="mkldnn"):
-    """One backend, which wins each comparison with eager in the workshop."""
-    stages = {"measure": MEASURE}
-    return compiled(target, backends=[backend, "eager"], stages=stages, margin=0.0)
 
 
 @pytest.mark.usefixtures("chosen")
@@ -608,45 +549,10 @@ def test_without_shared_memory_files_serve(monkeypatch, own_desk, tmp_path, miss
         torch.testing.assert_close(run(x), model(x))
 
 
-PLUGIN = """
-import os, signal, time
-import fuseboard
-
-@fuseboard.hookimpl
-def fuseboard_backend():
-    return fuseboard.BackendInfo(name="{name}", compiles_quickly=True)
-
-@fuseboard.hookimpl
-def fuseboard_claim(graph, kind):
-    return fuseboard.claim_nodes(graph, lambda node: None)
-
-@fuseboard.hookimpl
-def fuseboard_lower(region, inputs):
-    {act}
-"""
-
-
-@pytest.fixture
-def harmful(tmp_path, monkeypatch):
-    """Registers a plugin, a module that the workshop finds, which does something in ``lower``."""
-    names = []
-
-    def make(name, act):
-        (tmp_path / f"{name}.py").write_text(PLUGIN.format(name=name, act=act))
-        monkeypatch.syspath_prepend(tmp_path)
-        fuseboard.register(__import__(name), name)
-        names.append(name)
-        return name
-
-    yield make
-    for name in names:
-        fuseboard.unregister(name)
-
-
 @pytest.mark.thorough
-def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful, caplog):
+def test_a_workshop_that_dies_ends_nothing_else(own_desk, plugin_module, caplog):
     """Dynamo's own graph answers, the report says what happened, and the next graph is served."""
-    name = harmful("dies_in_lower", "os.kill(os.getpid(), signal.SIGSEGV)")
+    name = plugin_module("dies_in_lower", "os.kill(os.getpid(), signal.SIGSEGV)").__name__
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         run = compiled(model, backends=[name, "eager"], min_region_us=0.0)
@@ -666,9 +572,9 @@ def test_a_workshop_that_dies_ends_nothing_else(own_desk, harmful, caplog):
 
 
 @pytest.mark.thorough
-def test_a_workshop_that_hangs_is_ended(own_desk, harmful):
+def test_a_workshop_that_hangs_is_ended(own_desk, plugin_module):
     """At the limit of the hook, by the workshop itself: the plugin trips there."""
-    name = harmful("hangs_in_lower", "time.sleep(1000)")
+    name = plugin_module("hangs_in_lower", "time.sleep(1000)").__name__
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         run = compiled(model, backends=[name, "eager"], min_region_us=0.0, hook_limit_s=1.0)

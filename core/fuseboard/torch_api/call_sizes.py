@@ -105,6 +105,7 @@ class SymbolicInputs:
 
     :param data: of :class:`CallSizes`.
     :ivar mode: the fake mode that they belong to.
+    :ivar numbers: of each input: what its ``item()`` is, where Dynamo guards on that; else None.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -114,7 +115,12 @@ class SymbolicInputs:
         from fuseboard.torch_api.graph_pickler import loads
 
         self.mode: Any = FakeTensorMode(shape_env=ShapeEnv())
-        self._env, self._expressions, self._numbers = loads(data, self.mode)
+        self._env, self._expressions, self.numbers = loads(data, self.mode)
+        # AOTAutograd would have Dynamo trace again, without symbols for floats that are fixed.
+        values = getattr(self._env, "backed_var_to_val", None) or self._env.var_to_val
+        for symbol in [one for one in values if not one.is_integer]:
+            if getattr(self._env.replacements.get(symbol), "is_number", False):
+                del values[symbol]
 
     def made(self, inputs: Sequence[Any], apart: bool = False) -> list[Any]:
         """Fake values of some real ones, whose aliases and strides they have.
@@ -129,11 +135,7 @@ class SymbolicInputs:
         if apart:
             mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         pairs = zip(inputs, self._expressions, strict=True)
-        made = [self._made(mode, i, *pair) for i, pair in enumerate(pairs)]
-        for value, number in zip(made, self._numbers, strict=True):
-            if number is not None:
-                value.item_memo = number  # ``item()`` gives that, though the value isn't known
-        return made
+        return [self._made(mode, i, *pair) for i, pair in enumerate(pairs)]
 
     def _made(self, mode: Any, number: int, value: Any, known: list[Any] | None) -> Any:
         if not isinstance(value, torch.Tensor):

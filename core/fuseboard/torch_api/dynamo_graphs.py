@@ -214,6 +214,25 @@ class Tracing:
         if self._symbolic is not None:
             self._symbolic.mode.shape_env.freeze()
 
+    def with_known_numbers(self, graph: GraphModule) -> GraphModule:
+        """Dynamo's graph with the numbers in it that Dynamo guards on, though they are inputs.
+
+        Under ``dynamic=True`` a float of the user's comes in a tensor. Where an op needs its value,
+        such as the epsilon of a norm, Dynamo guards on it; fake tensors don't know it here.
+        """
+        numbers = self._symbolic.numbers if self._symbolic is not None else []
+        if all(number is None for number in numbers):
+            return graph
+        graph = copy_dynamos(graph)
+        nodes = graph.graph.find_nodes(op="placeholder")
+        for node, number in zip(nodes, numbers, strict=True):
+            for user in list(node.users) if number is not None else []:
+                if user.op == "call_method" and user.target == "item":
+                    user.replace_all_uses_with(number)
+                    graph.graph.erase_node(user)
+        graph.recompile()
+        return graph
+
     def note_example_values(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
         """Give each node of Dynamo's graph its fake value again, as far as sizes are symbolic.
 

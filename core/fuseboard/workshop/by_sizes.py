@@ -124,6 +124,8 @@ class BySizes:
             return ""
         bucket, kept = pending
         problem = ""
+        buckets = [runner.context.buckets for runner in self._compiled.runners]
+        before = [set(one) for one in buckets]
         try:
             inputs = kept.inputs()
             if inputs is None:
@@ -132,8 +134,9 @@ class BySizes:
                 problem = self._compiled.capture_check().difference_as_it_runs(inputs, {})
         except CannotKeep:
             return ""  # switches were changed: another call may do
-        except CannotCompare:
-            pass  # the first call of such sizes checks each region
+        except CannotCompare:  # the next call of such sizes is to check each region
+            for known, those in zip(buckets, before, strict=True):
+                known.intersection_update(those)
         except CONTAINED as error:
             problem = describe(error)
         finally:

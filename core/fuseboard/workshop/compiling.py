@@ -68,6 +68,7 @@ def compile_apart(
     :param bundled: as of :func:`fuseboard.pipeline.call.compile_graph`.
     """
     with eager_view_strides(), keeping_sizes(), tracing_apart(inputs, sizes) as tracing:
+        graph = tracing.with_known_numbers(graph)
         condition = SizeCondition.on(tracing.inputs)  # before any of their sizes may be fixed
         try:
             tracing.note_example_values(graph, inputs)
