@@ -84,6 +84,19 @@ def test_strides_that_an_op_reads_are_those_that_a_write_left():
     assert whats_wrong()
 
 
+def test_a_result_is_in_the_memory_that_eagers_is_in():
+    """Dropout at a rate of 0 returns what it is given, and AOTAutograd's a copy of that."""
+
+    def undropped(x):
+        y = x * 2
+        return y, F.dropout(y, 0.0)
+
+    fn = compiled(undropped)
+    y, same = fn(rnd(3).requires_grad_())
+    assert same.data_ptr() == y.data_ptr()
+    assert "the memory of output 1 is its own, eager's output 0's" in whats_wrong()
+
+
 def test_resizing_by_a_factor_takes_the_pixels_that_eager_takes():
     """pytorch#175154: it counts the positions in another way."""
 

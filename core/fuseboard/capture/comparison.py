@@ -42,6 +42,10 @@ Spreads = dict[str, Spread]
 _PLAIN = frozenset({"_operator", "operator", "math", "builtins", "torch"})
 
 
+#: Whose memory a result is in.
+_ITS_OWN = "its own"
+
+
 class CannotCompare(Exception):
     """The two can't be run beside the call that is compiled; the text says why."""
 
@@ -87,6 +91,8 @@ class CaptureCheck:
             return "it has other results"
         disturbed = Disturbances(partial(self._captured, own), got)
         for name, value in got.items():
+            if want[name] is _ITS_OWN:  # where captured results share memory, runners clone one
+                continue
             if problem := difference(value, want[name], disturbed.spreads(name)):
                 return f"{name} {problem}"
         return ""
@@ -343,10 +349,30 @@ def _results(run: Run, inputs: _Copies) -> dict[str, Any]:
     found = {f"output {i}": value for i, value in enumerate(results)}
     found |= {f"input {i} after the call": given[i] for i in sorted(inputs.anew)}
     found = {name: _kept(value) for name, value in found.items()}
+    found |= _memory(results, given)
     if torch.is_grad_enabled():
         found |= _gradients(results, given)
         torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
     return found
+
+
+def _memory(results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, str]:
+    """Whose memory each result is in: an input's, an earlier result's, or its own."""
+    owners: dict[int, str] = {}
+    found = {}
+    for i, value in enumerate(inputs):
+        if _has_memory(value):
+            owners.setdefault(torch_internals.storage_address(value), f"input {i}'s")
+    for i, value in enumerate(results):
+        if _has_memory(value):
+            address = torch_internals.storage_address(value)
+            found[f"the memory of output {i}"] = owners.get(address, _ITS_OWN)
+            owners.setdefault(address, f"output {i}'s")
+    return found
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() > 0
 
 
 def _kept(value: Any) -> Any:

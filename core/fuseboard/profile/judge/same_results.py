@@ -35,7 +35,9 @@ class Disturbances:
         self._runs: list[dict[str, Any]] = []
 
     def spreads(self, name: str) -> Iterator[Spread]:
-        """The spread of one result, over more and more runs; nothing if they can't be made."""
+        """The spread of one result, over more and more runs; nothing if there can be none."""
+        if not isinstance(self._results[name], torch.Tensor):
+            return
         precise = _precise(self._results[name])
         found = Spread()
         for number in range(_DISTURBED_RUNS):
