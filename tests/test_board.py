@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 import fuseboard
 from fuseboard import hookspecs
 from fuseboard.board import Board, answers, registration, selection, session
+from fuseboard.board.registry import BUILT_IN
 from fuseboard.config import resolve
 from fuseboard.contracts import Event, Verdict
 from fuseboard.errors import LoweringError, PluginError, RegistrationError, SettingsError
@@ -307,10 +308,7 @@ def test_states_show_all_there_is_to_know():
         "a_slow",
         "mine",
         "eager",
-        "attention",
-        "defaults",
-        "linear_cross_entropy",
-        "simplify",
+        *sorted(BUILT_IN.keys() - {"eager"}),
         "watcher",
     ]
     mine, watcher = states[3], states[-1]
@@ -332,8 +330,7 @@ def test_register_and_unregister_at_run_time():
     module = ModuleType("watching")
     module.fuseboard_event = fuseboard.hookimpl(lambda event: None)
     board.register(module)
-    own = ["attention", "defaults", "eager", "linear_cross_entropy", "simplify"]
-    assert board.names() == sorted([*own, "mine", "watching"])
+    assert board.names() == sorted([*BUILT_IN, "mine", "watching"])
 
 
 def test_hooks_may_be_methods_of_another_object():
@@ -465,7 +462,7 @@ def test_the_board_of_the_process_has_what_is_installed():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     states = {s["name"]: (s["state"], s["reason"]) for s in json.loads(out.stdout)}
-    for name in ("mkldnn", "inductor", "eager", "defaults", "attention", "simplify"):
+    for name in ("mkldnn", "inductor", *BUILT_IN):
         assert states.pop(name) == ("ready", "")
     assert states["cudagraphs"][0] == ("ready" if torch.cuda.is_available() else "unavailable")
     assert {"onnxruntime", "triton", "tvm"} <= states.keys()

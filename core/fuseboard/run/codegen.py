@@ -52,7 +52,12 @@ class Source:
         self.globals: dict[str, Any] = {}
         self.spans: dict[str, Callable[[], str]] = {}
         self._names: dict[int, str] = {}
-        self._taken = {"args", "cell", "error"}  # what the generated functions call their own
+        self._taken = {
+            "args",
+            "cell",
+            "error",
+            "given",
+        }  # what the generated functions call their own
 
     def bind(self, value: Any, hint: str) -> str:
         """The name of a global that holds ``value``; one object has one name."""

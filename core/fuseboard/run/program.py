@@ -8,7 +8,7 @@ lines: the functions share the parts that they are written from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -338,14 +338,16 @@ class Program:
         for number, step in enumerate(steps):
             if local and number <= len(self.sites):
                 source.line(f"{local} = {number}", indent)
+            ended = dropped[number]
             if isinstance(step, Node):
                 names[step] = source.unique(step.name)
                 source.line(f"{names[step]} = {source.call(step, names)}", indent)
             else:
-                self._write_site(source, names, indent, number, checks, looks)
-            gone = [names[node] for node in dropped[number] if node in names]
-            if gone:
-                source.line(f"del {', '.join(gone)}", indent)
+                # What the region alone still needs, it lets go when it has read it.
+                handed_over = set() if checks is not None else set(step.cut.inputs) & set(ended)
+                self._write_site(source, names, indent, number, checks, looks, handed_over)
+                ended = [node for node in ended if node not in handed_over]
+            _write_del(source, [names[node] for node in ended if node in names], indent)
 
     def _write_site(
         self,
@@ -355,7 +357,12 @@ class Program:
         number: int,
         checks: RegionChecks | None,
         looks: bool,
+        handed_over: Collection[Node],
     ) -> None:
+        """One region's call.
+
+        :param handed_over: its inputs that nobody reads after it.
+        """
         site = self.sites[number]
         lowered = site.lowered
         call: Callable[..., Any] = lowered.call
@@ -388,6 +395,10 @@ class Program:
             )
             span = partial("verify {}".format, label)
             given += f", ({''.join(f'{names[node]}, ' for node in site.cut.inputs)})"
+        if handed_over:
+            source.line(f"given = {given}", indent)
+            given = "given"
+            _write_del(source, [names[n] for n in site.cut.inputs if n in handed_over], indent)
         for node in site.cut.outputs:
             names[node] = source.unique(node.name)
         targets = "".join(f"{names[node]}, " for node in site.cut.outputs)
@@ -414,3 +425,8 @@ class Program:
             text = source.literal(value, names)
             items.append(f"{text}.clone()" if number in cloned else text)
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+def _write_del(source: Source, names: Sequence[str], indent: int) -> None:
+    if names:
+        source.line(f"del {', '.join(names)}", indent)
