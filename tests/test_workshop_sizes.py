@@ -257,6 +257,22 @@ def test_what_stays_within_calls_says_why():
     assert lives() == []
 
 
+def test_nobody_waits_for_a_graph_of_one_size_that_gets_no_more_calls():
+    """Dynamo calls the one for any sizes, whose trial ends; that of another model goes on."""
+    runs = [torch.compile(mlp(width), backend="fuseboard") for width in (16, 8)]
+    with torch.no_grad():
+        for run, width in zip(runs, (16, 8), strict=True):
+            run(torch.randn(4, width))
+        before = set(lives())
+        runs[0](torch.randn(5, 16))
+    after = set(lives())
+    (left,), (other,), (any_size,) = before - after, before & after, after - before
+    assert left._kept.has_the_weights_of(any_size._kept)
+    assert not other._kept.has_the_weights_of(any_size._kept)
+    assert left._sizes is None
+    assert any_size._sizes is not None
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system with fork")
 @pytest.mark.thorough
 def test_a_forked_child_begins_anew():

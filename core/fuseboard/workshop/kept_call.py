@@ -96,6 +96,13 @@ class KeptCall:
         values = [value() for value in self._values]
         return None if any(value is None for value in values) else values
 
+    def has_the_weights_of(self, other: KeptCall) -> bool:
+        """Whether the weights of both are the same objects, in the same order."""
+        return self._weight_ids() == other._weight_ids()
+
+    def _weight_ids(self) -> list[int]:
+        return [id(value()) for i, value in enumerate(self._values) if i in self.weights]
+
     def named_state(self) -> dict[str, Any]:
         """What results depend on, by name."""
         return {part.name: value for part, value in zip(ANSWER_PARTS, self.state, strict=True)}

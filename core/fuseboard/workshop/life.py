@@ -127,7 +127,23 @@ class Life:
         """What answers the calls from now on."""
         self._report.show()
         background.add(self)
+        if self._sizes is not None:
+            self._take_calls_over()
         return self.run
+
+    def _take_calls_over(self) -> None:
+        """Let nobody wait for graphs of one size: Dynamo calls the newest that fits any.
+
+        Their trials would need calls that don't come.
+        """
+        for graph in background.unsettled():
+            if isinstance(graph, Life) and graph._sizes is None and graph._is_of_call(self):
+                background.leave(graph)
+
+    def _is_of_call(self, other: Life) -> bool:
+        """Whether it is of the same function, on the same weights."""
+        frames = [one._frame.partition("/")[0] for one in (self, other)]
+        return frames[0] == frames[1] and self._kept.has_the_weights_of(other._kept)
 
     def _begin_with(self, *args: Any) -> Any:
         """Answer the first call. Work beside it begins after that: Dynamo is still at its guards
