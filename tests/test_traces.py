@@ -123,14 +123,14 @@ STAGES = ("fuse", "partition", "partition", "lower")
 
 
 def test_a_first_call_shows_stages_and_checks():
-    """Compiled under the profiler: the region twice inside of its verification, then by itself."""
+    """Compiled under the profiler: the region thrice inside of its verification, then by itself."""
     with plugged() as backend, profile(activities=CPU) as trace, torch.no_grad():
         fn = compiled(torch.sin, backend, "eager")
         fn(rnd(3)), fn(rnd(3))
     graph = last_graph().name
     region = f"{graph}.region0 [fake]"
     stages = [f"{stage} {graph}" for stage in (*STAGES, "capture")]
-    expected = [*stages, f"verify {region}", region, region, region]
+    expected = [*stages, f"verify {region}", *[region] * 4]
     assert spans(trace) == [f"fuseboard::{name}" for name in expected]
 
 
@@ -147,7 +147,7 @@ def test_measuring_is_a_span_of_its_own():
     compared = names[names.index(f"profile {graph}") + 1 :]
     assert set(compared[:2]) == {f"{graph}.region0 [eager]", f"{graph}.region0 [fake]"}
     # Two trials that were verified, and the calls; many more were timed.
-    assert len(compared) <= 2 + 2 * 2
+    assert len(compared) <= 2 + 2 * 3
 
 
 def test_weights_are_prepared_in_a_span(monkeypatch):
