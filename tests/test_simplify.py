@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseboard
 from fuseboard.board import board
 from fuseboard.fuse import simplify
+from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.report.data import ledger
+from fuseboard.torch_api.nodes import target_name
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import assert_same, rnd
 
@@ -145,6 +148,21 @@ def test_what_was_computed_is_read_again():
     assert ops()["aten.mm.default"] == 1
 
 
+def test_a_draw_that_nobody_reads_stays():
+    """What is taken out around it isn't all that nobody reads: later numbers follow from it."""
+
+    def function(x):
+        return x.relu() + x.relu(), torch.rand(2)
+
+    graph = make_fx(function, tracing_mode="fake")(rnd(5))
+    graph.graph.output_node().args = (graph.graph.output_node().args[0][:1],)
+    fusions = simplify.fuseboard_fuse(graph, "inference", None)
+    apply_fusions(graph, fusions, "simplify", FusionCounter(), 60.0)
+    names = [target_name(n) for n in graph.graph.nodes if n.op == "call_function"]
+    assert sum("rand" in name for name in names) == 1
+    assert sum("relu" in name for name in names) == 1
+
+
 def test_random_draws_are_no_duplicates():
     """Each is another one; eager's numbers from the same seed."""
 
@@ -206,6 +224,8 @@ def test_a_value_that_no_input_decides_is_computed_once():
         ("larger than the limit", lambda x: x + torch.arange(5).sin()),
         ("made by one op", lambda x: x + torch.arange(5)),
         ("random", lambda x: x + torch.rand(5) * 2),
+        ("of the default dtype", lambda x: x + torch.ones(5) / 3),
+        ("a quotient of integers", lambda x: x + torch.arange(5) / 3),
         ("a result", lambda x: (x.sin(), torch.arange(5) * 2)),
         ("a result's memory", lambda x: (x.sin(), (torch.arange(6) * 2).view(2, 3)[1])),
     ],

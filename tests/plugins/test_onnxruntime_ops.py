@@ -133,6 +133,7 @@ def outcome(
     mode = "symbolic" if symbolic else "fake"
     with torch.no_grad():
         graph = make_fx(lambda *args: flat(function(*args)), tracing_mode=mode)(*inputs)
+    graph.graph.eliminate_dead_code()  # as in the graphs that AOTAutograd captures
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     ops = tuple(node.target for node in nodes)
     # Arithmetic on sizes is the board's: it isn't asked about.

@@ -7,14 +7,13 @@ runs in every call and takes the prepared values as further inputs. Weights stay
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fuseboard.ops.effects import keeps_order
+from fuseboard.ops.effects import keeps_order, must_stay
 from fuseboard.ops.estimate import is_free, sizes
 from fuseboard.ops.views import view_chain
 from fuseboard.torch_api.copies import graph_module
@@ -130,7 +129,7 @@ def _split(graph: GraphModule, frontier: list[Node]) -> Hoisted:
             value = graph.graph.placeholder(f"prepared_{node.name}")
             value.meta = dict(node.meta)
             node.replace_all_uses_with(value)
-    graph.graph.eliminate_dead_code(is_impure_node=_must_stay)
+    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
     keeps = []
     for i, node in enumerate(placeholders):
         if node.users or i not in uses:
@@ -139,9 +138,3 @@ def _split(graph: GraphModule, frontier: list[Node]) -> Hoisted:
             graph.graph.erase_node(node)
     graph.recompile()
     return Hoisted(prepared, uses, graph, tuple(keeps), len(frontier))
-
-
-def _must_stay(node: Node) -> bool:
-    if node.op in {"placeholder", "output"}:
-        return True
-    return node.target is not operator.getitem and node.op == "call_function" and keeps_order(node)

@@ -178,7 +178,7 @@ def _constants(
         if keeps_order(node) or _is_uninitialised(node) or free_symbols(node.meta.get("val")):
             continue
         is_op = isinstance(node.target, torch._ops.OpOverload)
-        if is_op and all(used in known for used in node.all_input_nodes):
+        if is_op and all(used in known for used in node.all_input_nodes) and _is_fixed(node):
             known[node] = None
     read = {used for node in nodes if node not in known for used in node.all_input_nodes}
     read |= {first for again, first in duplicates.items() if again in read}
@@ -192,6 +192,22 @@ def _constants(
         and isinstance(node.meta.get("val"), torch.Tensor)
         and node.meta["val"].nbytes <= MAX_CONSTANT_BYTES
     ]
+
+
+def _is_fixed(node: Node) -> bool:
+    """Whether a value without inputs is the same under another default dtype or device.
+
+    These are asked for in each call, as the program may change them between two.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    used = [one.meta["val"] for one in node.all_input_nodes]
+    if not used and "device" not in node.kwargs:
+        return False
+    by_default = value.is_floating_point() or value.is_complex()
+    given = any(one.is_floating_point() or one.is_complex() for one in used)
+    return not by_default or given or "dtype" in node.kwargs
 
 
 def _fold(graph: GraphModule, end: Node) -> None:

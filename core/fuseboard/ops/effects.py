@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Node
 
@@ -12,6 +14,13 @@ def keeps_order(node: Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags or bool(node.is_impure())
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def must_stay(node: Node) -> bool:
+    """Whether a node has to run although nobody reads it. For ``Graph.eliminate_dead_code``."""
+    if node.op in {"placeholder", "output"}:
+        return True
+    return node.target is not operator.getitem and node.op == "call_function" and keeps_order(node)
 
 
 def has_effects(node: Node) -> bool:

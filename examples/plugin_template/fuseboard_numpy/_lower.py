@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,22 @@ from fuseboard_numpy import FUNCTIONS
 def lower_region(region: Region) -> LoweredRegion:
     """Compile a region.
 
-    Values live in numbered slots: first the inputs, then one for each node. What the board expects
-    of the callable: it takes one list, which it may empty, writes to none of its inputs, and
-    returns outputs with the sizes, dtypes and strides of ``meta["val"]``.
+    Values live in numbered slots: first the inputs, then the graph's constants, then one for each
+    op. What the board expects of the callable: it takes one list, which it may empty, writes to
+    none of its inputs, and returns outputs with the sizes, dtypes and strides of ``meta["val"]``.
     """
-    slots: dict[Node, int] = {}
+    graph = region.graph.graph
+    constant_nodes = graph.find_nodes(op="get_attr")
+    leading = [*graph.find_nodes(op="placeholder"), *constant_nodes]
+    slots: dict[Node, int] = {node: i for i, node in enumerate(leading)}
+    constants = [operator.attrgetter(node.target)(region.graph) for node in constant_nodes]
     steps: list[tuple[Any, list[Any], torch.Size, tuple[int, ...], torch.dtype]] = []
     outputs: list[int] = []
-    for node in region.graph.graph.nodes:
+    for node in graph.nodes:
         if node.op == "output":
             outputs = [slots[value] for value in node.args[0]]
-            continue
-        slots[node] = len(slots)
-        if node.op == "call_function":
+        elif node.op == "call_function":
+            slots[node] = len(slots)
             # An operand is a slot's number, or a Python float: NumPy 2 lets those take the
             # arrays' dtype, as torch does.
             operands = [slots[a] if isinstance(a, Node) else float(a) for a in node.args]
@@ -36,7 +40,7 @@ def lower_region(region: Region) -> LoweredRegion:
             steps.append((function, operands, value.size(), value.stride(), value.dtype))
 
     def call(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        tensors = list(args)
+        tensors = [*args, *constants]
         args.clear()
         # force: parameters require grad, which .numpy() refuses.
         arrays = [tensor.numpy(force=True) for tensor in tensors]
