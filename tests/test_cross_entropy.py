@@ -532,6 +532,7 @@ def step(model, ids):
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backends", [["eager"], ["inductor"]], ids=str)
 def test_a_step_holds_no_logits(backends, monkeypatch):
     """Of twice the logits, three fifths are saved at least."""
@@ -576,6 +577,7 @@ def test_forward_mode():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.thorough
 def test_beside_the_calls(monkeypatch, tmp_path):
     """The workshop rewrites it, and what it made is loaded by the process of the calls."""
     monkeypatch.delenv("FUSEBOARD_POLICY")
@@ -608,6 +610,7 @@ def test_beside_the_calls(monkeypatch, tmp_path):
     assert peaks[1] - peaks[0] > 64 * 2**20
 
 
+@pytest.mark.thorough
 def test_a_model_of_transformers():
     """A step that returns the loss of a language model is rewritten; one with logits isn't."""
     transformers = pytest.importorskip("transformers")

@@ -67,7 +67,6 @@ PROGRAM = textwrap.dedent(
         ("fuseboard_inductor._freeze", "plugin"),
     ],
 )
-@pytest.mark.whole
 def test_a_lock_that_another_thread_held_is_free(module, locks, tmp_path):
     """Of what prepares weights, runs graphs, knows plugins, compiles, and chooses kernels."""
     done = subprocess.run(

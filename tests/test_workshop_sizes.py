@@ -104,6 +104,7 @@ def test_values_of_all_sizes_are_eagers_and_nothing_is_traced(traced, make, inpu
     assert backends.count("inductor") >= (1 if dynamic else 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(mlp(16), nn.GELU()), Block])
 def test_training_with_sizes_that_vary(traced, make):
     """Outputs and gradients, of the weights and of the input."""
@@ -188,6 +189,7 @@ def test_code_that_is_wrong_for_some_sizes_never_answers_these(own_desk, plugin_
     assert "for sizes of a later call, output 0" in trip.error
 
 
+@pytest.mark.thorough
 def test_several_symbols_views_and_numbers_among_the_results():
     """Sizes that are sums and products of others; results that are sizes, and views of inputs."""
 
@@ -204,6 +206,7 @@ def test_several_symbols_views_and_numbers_among_the_results():
         check(run, g, inputs(a, b))
 
 
+@pytest.mark.thorough
 def test_writes_to_inputs_whose_sizes_vary():
     """Both are eager's: what is returned, and what was written to."""
 
