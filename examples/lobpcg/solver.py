@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from examples.lobpcg.gradient import WithGradient, check_gradient
 
 #: So many roundings away from 0, an eigenvalue of a Gram matrix counts as 0.
 ROUNDINGS = 100
@@ -258,15 +259,14 @@ def solve(
     :raises ValueError: sizes don't fit, guesses depend on each other, or a gradient is asked for
         that isn't known.
     """
-    if any(isinstance(one, Tensor) and one.requires_grad for one in (a, b)):
-        _check_gradient(a, b)
+    check_gradient(a, b)
     with torch.no_grad():
         x = _first_guesses(a, k, guesses)
         iterate = _Iterate(a, b, method, largest, precondition, compile)
         tolerance = tolerance or torch.finfo(x.dtype).eps ** 0.5
         found = _iterate(iterate, x, k, tolerance, max_iterations, tracker)
     if torch.is_grad_enabled() and isinstance(a, Tensor) and a.requires_grad:
-        found.values, found.vectors = _WithGradient.apply(a, found.values, found.vectors)
+        found.values, found.vectors = WithGradient.apply(a, found.values, found.vectors)
     return found
 
 
@@ -381,51 +381,3 @@ def _first_guesses(a: Tensor | Operator, k: int, guesses: Tensor | int | None) -
     assert isinstance(a, Tensor)
     generator = torch.Generator().manual_seed(0)
     return torch.randn(m, n, dtype=a.dtype, generator=generator).to(a.device).expand(*shape, n)
-
-
-# --- the gradient ---------------------------------------------------------------------------------
-
-
-def _check_gradient(a: Tensor | Operator, b: Tensor | Operator | None) -> None:
-    if not torch.is_grad_enabled():
-        return
-    if b is not None:
-        raise ValueError("there is no gradient where B is given: detach both")
-    if isinstance(a, Tensor) and a.layout != torch.strided:
-        raise ValueError(f"there is no gradient for A of layout {a.layout}: detach it")
-
-
-class _WithGradient(torch.autograd.Function):
-    """Eigenpairs that were found, as functions of the matrix.
-
-    Where ``a`` changes by ``d``, an eigenvector ``x`` with eigenvalue ``v`` changes by
-    ``-pinv(a - v) d x``, and ``v`` by ``x' d x``. In the span of the vectors that were found the
-    inverse is known; in the rest ``a - v`` is definite, as all that is at the end was found.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(a, values, vectors)
-        ctx.set_materialize_grads(True)
-        return values.clone(), vectors.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_values: Tensor, grad_vectors: Tensor) -> tuple[Tensor, None, None]:
-        a, values, u = ctx.saved_tensors
-        inside = u.mT @ grad_vectors
-        gaps = values.unsqueeze(-2) - values.unsqueeze(-1)
-        gaps.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
-        along = u @ (torch.diag_embed(grad_values) + inside / gaps)
-        outside = grad_vectors - u @ inside
-        # (*, k, m, m): each shifted matrix, with what was found moved away from 0.
-        shifted = a.unsqueeze(-3) - torch.einsum("...k,mn->...kmn", values, _identity_like(a))
-        away = 3 * torch.linalg.norm(a, dim=(-2, -1))[..., None, None]
-        shifted = shifted + (away * u @ u.mT).unsqueeze(-3)
-        solved = torch.linalg.solve(shifted, outside.mT.unsqueeze(-1)).squeeze(-1).mT
-        solved = solved - u @ (u.mT @ solved)
-        return _symmetric((along - solved) @ u.mT), None, None
-
-
-def _identity_like(a: Tensor) -> Tensor:
-    return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
