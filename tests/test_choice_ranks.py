@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough  # they share two processes that take ten seconds
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from benchmarks import processes, spans
@@ -108,6 +109,7 @@ def test_the_parent_never_imports_torch():
     subprocess.run([sys.executable, "-c", code], cwd=processes.ROOT, check=True)
 
 
+@pytest.mark.thorough
 def test_a_real_worker_measures():
     """One small model through a real worker: as many times for eager as for the arm."""
     protocol = dataclasses.replace(QUICK, warmup_s=0.1, rounds=5, max_rounds=5, fill_s=0.0)
