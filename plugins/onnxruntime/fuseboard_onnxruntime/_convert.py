@@ -116,7 +116,7 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     given = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     results = graph.graph.output_node().args[0]
     expected = [node.meta["val"] if isinstance(node, Node) else None for node in results]
-    graph = copied(graph)
+    graph = GraphModule(graph, nodes_of(graph))
     first_results(graph.graph)
     graph = decompose(graph)
     plain, inputs = _row_major(graph, expected, permuted)
@@ -145,11 +145,11 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     return Model(_serialise(model), tuple(inputs), tuple(outputs), sizes)
 
 
-def copied(graph: GraphModule) -> GraphModule:
-    """A graph of one's own."""
+def nodes_of(graph: GraphModule) -> Graph:
+    """A copy of a graph's nodes, whose constants its module holds."""
     new = Graph()
     new.output(new.graph_copy(graph.graph, {}))
-    return GraphModule(graph, new)
+    return new
 
 
 def _innermost(error: BaseException) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 import fuseboard
-from fuseboard_onnxruntime._convert import Model, convert, copied
+from fuseboard_onnxruntime._convert import Model, convert, nodes_of
 from fuseboard_onnxruntime._options import Options
 from fuseboard_onnxruntime._session import Runner, make_session
 
@@ -25,27 +25,34 @@ from fuseboard_onnxruntime._session import Runner, make_session
 class Plan:
     """A region whose weights are to be in sessions.
 
-    :ivar original: its graph before the rewrite; None once it was lowered.
+    :param graph: its graph before the rewrite, of which a copy is kept until it was lowered.
     :ivar weights: positions of its inputs that are in a session.
     :ivar others: positions of those that come with each call.
     """
 
     def __init__(
-        self, original: GraphModule, weights: tuple[int, ...], others: tuple[int, ...]
+        self, graph: GraphModule, weights: tuple[int, ...], others: tuple[int, ...]
     ) -> None:
-        self.original: GraphModule | None = original
-        self.count = len(original.graph.find_nodes(op="placeholder"))
+        self._original: tuple[GraphModule, Graph] | None = graph, nodes_of(graph)
+        self.count = len(graph.graph.find_nodes(op="placeholder"))
         self.weights = weights
         self.others = others
         self._model: Model | None = None
         self._options = Options()
+
+    @property
+    def original(self) -> GraphModule:
+        """The graph before the rewrite. A module of it is only made where it is converted: that
+        compiles its Python code, for which a process that loads a session has no use."""
+        assert self._original is not None, "it was lowered"
+        return GraphModule(*self._original)
 
     def settle(self, model: Model, options: Options) -> Runner:
         """From here on sessions can be made. Returns what calls them."""
         passed = {output.passes for output in model.outputs if output is not None}
         if passed & set(self.weights):
             raise fuseboard.LoweringError("it returns a weight as it is")
-        self._model, self._options, self.original = model, options, None
+        self._model, self._options, self._original = model, options, None
         return Runner(model, [value for value in model.inputs if value.position in self.others])
 
     def session(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -82,7 +89,7 @@ def fuse(graph: GraphModule, region: fuseboard.Region) -> list[fuseboard.Fusion]
     names = tuple(node.name for node in graph.graph.nodes if node.op == "call_function")
 
     def apply() -> None:
-        _rewrite(graph, Plan(copied(graph), weights, others), region.signature)
+        _rewrite(graph, Plan(graph, weights, others), region.signature)
 
     return [fuseboard.Fusion("weights as initializers", names, apply)]
 
@@ -147,10 +154,8 @@ def lower_region(region: fuseboard.Region, model: Model | None = None) -> fusebo
     plan: Plan = run.target.plan  # type: ignore[union-attr]
     if run.args[1].op != "placeholder":  # type: ignore[union-attr]
         # Nobody hoisted the making of sessions (the setting hoist is off).
-        assert plan.original is not None
         return _with_weights_as_inputs(plan.original, options, model)
     if model is None:
-        assert plan.original is not None
         model = convert(plan.original)
     runner = plan.settle(model, options)
     placeholders = region.graph.graph.find_nodes(op="placeholder")
