@@ -7,9 +7,11 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parent
 
@@ -69,6 +71,20 @@ def as_users_run_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compiled beside the calls wins the trial in calls."""
     monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", lambda trial: 1)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads in which something was traced; Dynamo doesn't count."""
+    found: list[str] = []
+    trace = torch.fx.Tracer.trace
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        found.append(threading.current_thread().name)
+        return trace(*arguments, **keywords)
+
+    monkeypatch.setattr(torch.fx.Tracer, "trace", noted)
+    return found
 
 
 @pytest.fixture

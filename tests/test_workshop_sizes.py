@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 import fuseboard
 from fuseboard.report.data import ledger
 from fuseboard.workshop import process
-from tests.support.beside import life, lives, mlp, pinned
+from tests.support.beside import compare_all, life, lives, mlp, pinned
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it", "chosen")
 
@@ -39,14 +37,6 @@ def images():
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), norm, nn.ReLU(), nn.AvgPool2d(2))
 
 
-def compare_all():
-    """Wait until no call waits to be compared on beside the calls."""
-    end = time.monotonic() + 60
-    while any(one._by_sizes is not None and one._by_sizes._pending for one in lives()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def settle(run, *calls):
     """Call with these inputs, of which the second ones bring symbolic sizes; then wait."""
     for inputs in calls:
@@ -59,20 +49,6 @@ def check(run, model, inputs, times=2):
     for _ in range(times):
         torch.testing.assert_close(run(*inputs), model(*inputs))
         compare_all()
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """The threads in which something was traced; Dynamo doesn't count."""
-    found = []
-    trace = torch.fx.Tracer.trace
-
-    def noted(*arguments, **keywords):
-        found.append(threading.current_thread().name)
-        return trace(*arguments, **keywords)
-
-    monkeypatch.setattr(torch.fx.Tracer, "trace", noted)
-    return found
 
 
 def made_again():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 import fuseboard
@@ -31,6 +33,15 @@ def lives():
 def life():
     (found,) = lives()
     return found
+
+
+def compare_all():
+    """Wait until no call waits to be compared on beside the calls."""
+    end = time.monotonic() + 60
+    chosen = [one._chosen for one in lives() if one._chosen is not None]
+    while any(one.by_sizes is not None and one.by_sizes._pending for one in chosen):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def mlp(size=64):

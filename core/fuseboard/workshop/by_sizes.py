@@ -21,6 +21,7 @@ from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.admission import why_not_kept
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
 from fuseboard.workshop.sizes import SizeCondition, SizeRoute
+from fuseboard.workshop.trial import Trial
 
 Run = Callable[..., Any]
 
@@ -34,9 +35,8 @@ class BySizes:
     :param own: Dynamo's graph.
     :param keep: keeps a call's inputs.
     :param submit: has :meth:`compare` called beside the calls.
-    :param note: is told, once each, what becomes of calls.
-    :param passed_by: is told of each call that Dynamo's graph answers for its sizes.
     :ivar run: what a call executes.
+    :ivar sizes_of: a function of a call's arguments: what is equal for the same sizes.
     :ivar put: lets calls that are good for what was chosen go to another program.
     """
 
@@ -47,16 +47,14 @@ class BySizes:
         own: Run,
         keep: Callable[[tuple[Any, ...]], KeptCall],
         submit: Callable[[], None],
-        note: Callable[[str], None],
-        passed_by: Callable[[], None],
     ) -> None:
         self._compiled = compiled
         self._condition = condition
         self._own = own
         self._keep = keep
         self._submit = submit
-        self._note = note
-        self._passed_by = passed_by
+        self._notes = compiled.runners[0].report.notes
+        self._trial: Trial | None = None
         self._lock = fork_safe_lock()
         #: The call that is to be compared, and the bucket of its sizes.
         self._pending: tuple[Any, KeptCall] | None = None
@@ -65,10 +63,16 @@ class BySizes:
         self._is_told = False
         self._route = SizeRoute(condition, compiled.run, self._outside, self._unseen)
         self.run, self.put = self._route.run, self._route.put
+        self.sizes_of = condition.sizes_of()
 
     def is_right_for(self, inputs: Sequence[Any]) -> None:
         """The two were compared on these inputs, or can't be before a call of the user's."""
         self._route.seen.add(self._condition.bucket_of()(inputs))
+
+    def begin(self, trial: Trial) -> None:
+        """Let a trial answer the calls that are good for what was chosen, and hear of others."""
+        self._trial = trial
+        self.put(trial.call)
 
     def forked(self) -> None:
         """In a forked child, where nobody compares what its parent has kept."""
@@ -79,7 +83,7 @@ class BySizes:
     def _outside(self, *args: Any) -> Any:
         if not self._is_told:
             self._is_told = True
-            self._note(
+            self._notes.append(
                 "Dynamo's own graph answers calls of other sizes than it was compiled for: it is "
                 f"for those where {self._condition.described()[:_MOST_TOLD]}"
             )
@@ -87,7 +91,8 @@ class BySizes:
 
     def _owns_results(self, *args: Any) -> Any:
         results = self._own(*args)
-        self._passed_by()
+        if self._trial is not None:
+            self._trial.pass_by()
         return results
 
     def _unseen(self, bucket: Any, *args: Any) -> Any:
@@ -110,7 +115,9 @@ class BySizes:
                 kept, why = None, str(error)
             if kept is None:
                 self._left.add(bucket)
-                self._note(f"Dynamo's own graph answers calls like one that can't be kept: {why}")
+                self._notes.append(
+                    f"Dynamo's own graph answers calls like one that can't be kept: {why}"
+                )
                 return
             self._pending = bucket, kept
         self._submit()

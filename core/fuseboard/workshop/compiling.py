@@ -13,10 +13,15 @@ from fuseboard.contracts import Boxed
 from fuseboard.errors import CONTAINED
 from fuseboard.lower.guards import keeping_sizes
 from fuseboard.pipeline.call import Compiled, compile_graph
+from fuseboard.run.failure import describe
 from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.dynamo_graphs import Tracing, tracing_apart
+from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
-from fuseboard.workshop.sizes import SizeCondition
+from fuseboard.workshop.admission import why_not_kept
+from fuseboard.workshop.sizes import SizeCondition, SizeRoute
+
+Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -79,3 +84,42 @@ def compile_apart(
             session, graph, tracing.inputs, inputs, frame, bundled, rewrite=rewrite
         )
         return CompiledApart(compiled, tracing, condition)
+
+
+class NotCompiled(Exception):
+    """Nothing that could answer calls came of it; the text says why."""
+
+
+def compile_here(
+    session: Session,
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    sizes: CallSizes | None,
+    frame: str,
+    own: Run,
+    why: str,
+) -> tuple[Compiled, Run]:
+    """Compile a graph within a call of the user's; with what then answers calls of all sizes.
+
+    Each program checks its first calls of other sizes itself.
+
+    :param own: Dynamo's graph, which answers what the program isn't good for.
+    :param why: it isn't done beside calls.
+    :raises NotCompiled: it can't be done.
+    """
+    if why_not := next(filter(None, map(why_not_kept, inputs)), ""):
+        raise NotCompiled(f"{why}; {why_not}")
+    session.notes.append(f"tried within calls, not beside them: {why}")
+    try:
+        with StateGuard():
+            apart = compile_apart(session, graph, inputs, sizes, frame)
+        condition = apart.condition()
+    except CONTAINED as error:
+        raise NotCompiled(describe(error)) from error
+    if apart.problem:
+        raise NotCompiled(apart.problem)
+    apart.learn_no_more()
+    run = apart.compiled.run
+    if condition is not None:
+        run = SizeRoute(condition, run, own, None).run
+    return apart.compiled, run

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +26,27 @@ from fuseboard.errors import CONTAINED
 from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
 from fuseboard.pipeline.call import Compiled
-from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, give_up, note_dynamo_runs
+from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.report.data import GraphReport
-from fuseboard.report.structured_trace import emit
-from fuseboard.run.failure import describe, trip
+from fuseboard.run.failure import describe
 from fuseboard.run.route import Route
 from fuseboard.torch_api import dynamo_graphs as torch_capture
-from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
-from fuseboard.workshop.admission import why_not_kept
 from fuseboard.workshop.asking import make_request
 from fuseboard.workshop.by_sizes import BySizes
-from fuseboard.workshop.checkpoints import Recomputations
-from fuseboard.workshop.compiling import compile_apart
+from fuseboard.workshop.chosen import Chosen
+from fuseboard.workshop.compiling import NotCompiled, compile_here
 from fuseboard.workshop.desk import Next, desk
 from fuseboard.workshop.kept_answers import KeptAnswers
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
 from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
 from fuseboard.workshop.reporting import LifeReport
 from fuseboard.workshop.request import Answer, Request
-from fuseboard.workshop.sizes import SizeCondition, SizeRoute
-from fuseboard.workshop.slices import slices
+from fuseboard.workshop.sizes import SizeCondition
 from fuseboard.workshop.states import GraphState, StateMachine
-from fuseboard.workshop.trial import Trial
+from fuseboard.workshop.watching import Watching
 
 log = logging.getLogger("fuseboard")
 
@@ -92,11 +87,7 @@ class Life:
         self._machine = StateMachine()
         self._compiling = fork_safe_lock()
         self._has_begun = False
-        self._trial: Trial | None = None
-        self._compiled: Compiled | None = None
-        self._chosen: Run = self._own
-        #: What sends calls to it by their sizes, where these are symbolic.
-        self._by_sizes: BySizes | None = None
+        self._chosen: Chosen | None = None
         self._answers: KeptAnswers | None = None
         #: What is to be loaded.
         self._program: bytes | None = None
@@ -111,9 +102,7 @@ class Life:
         )
         self._report = LifeReport(session, self._frame, "forward" if training else "inference")
         self._training = training
-        self._recomputations = Recomputations()
-        #: Whether a gradient was computed that is to be differentiated.
-        self._is_twice = False
+        self._watching = Watching(self._own, training)
         self._route = Route(self._begin_with)
         self.run = self._route.run
 
@@ -148,10 +137,8 @@ class Life:
     def _begin_with(self, *args: Any) -> Any:
         """Answer the first call. Work beside it begins after that: Dynamo is still at its guards
         when it has called its backend."""
-        if self._training:
-            self._recomputations.note()
         try:
-            return self._seen(self._own(*args))
+            return self._watching.first_call(*args)
         finally:
             with self._compiling:
                 begins, self._has_begun = not self._has_begun, True
@@ -160,22 +147,8 @@ class Life:
                     desk().submit(self)
 
     def _watch(self, *args: Any) -> Any:
-        if self._training:
-            self._recomputations.note()
-        began = slices.enter()
-        try:
-            return self._seen(self._own(*args))
-        finally:
-            slices.leave(began)
-
-    def _seen(self, results: Any) -> Any:
-        """Look whether gradients of gradients are asked for, which not all that is compiled has."""
-        if self._training and not self._is_twice:
-            torch_modes.before_any_backward(results, self._look_how_often)
-        return results
-
-    def _look_how_often(self) -> None:
-        self._is_twice |= torch.is_grad_enabled()
+        """Answer a call by Dynamo's graph. What is called holds the life, as the desk doesn't."""
+        return self._watching.call(*args)
 
     # --- for callers that wait -------------------------------------------------------------------
 
@@ -206,9 +179,9 @@ class Life:
             with self._kept.entered(), StateGuard():
                 if self._why_here:
                     self._compile_on(inputs)
-                if self._compiled is None:
+                if self._chosen is None:
                     return self.settled
-                make_call = self._compiled.capture_check().calls_of(inputs, self._route.run)
+                make_call = self._chosen.compiled.capture_check().calls_of(inputs, self._route.run)
                 for _ in range(_TRIAL_CALLS):
                     make_call()
                     if self.settled:
@@ -225,8 +198,8 @@ class Life:
 
         Only when it makes one: most forked children never do.
         """
-        if self._by_sizes is not None:
-            self._by_sizes.forked()
+        if self._chosen is not None and self._chosen.by_sizes is not None:
+            self._chosen.by_sizes.forked()
         if not self.waiting:
             return
 
@@ -313,7 +286,7 @@ class Life:
 
     def _settle_on(self, program: Run) -> None:
         """Let calls go to what was decided on, but for those that are to be made again."""
-        answers = self._recomputations.after(self._own, program, self._route.put)
+        answers = self._watching.before(program, self._route.put)
         self._machine.change(GraphState.SETTLED, lambda: self._route.put(answers))
         self._kept.forget()
 
@@ -361,27 +334,21 @@ class Life:
     def _compile_on(self, inputs: Sequence[Any]) -> None:
         if self.settled:
             return  # another thread's call has done it
-        why = self._why_here
-        if why_not := next(filter(None, map(why_not_kept, inputs)), ""):
-            self.fail(f"{why}; {why_not}")
-            return
-        self._session.notes.append(f"tried within calls, not beside them: {why}")
         try:
-            with StateGuard():
-                apart = compile_apart(self._session, self._graph, inputs, self._sizes, self._frame)
-            condition = apart.condition()
-        except CONTAINED as error:
-            self.fail(describe(error))
+            compiled, run = compile_here(
+                self._session,
+                self._graph,
+                inputs,
+                self._sizes,
+                self._frame,
+                self._own,
+                self._why_here,
+            )
+        except NotCompiled as error:
+            self.fail(str(error))
             return
-        if apart.problem:
-            self.fail(apart.problem)
-            return
-        apart.learn_no_more()
         self._report.give_way()
-        self._compiled = apart.compiled
-        run = apart.compiled.run
-        if condition is not None:  # each program checks its first calls of other sizes itself
-            run = SizeRoute(condition, run, self._own, None).run
+        self._chosen = Chosen(compiled, run)
         self._settle_on(run)
 
     def fail(self, problem: str) -> None:
@@ -420,127 +387,82 @@ class Life:
         if not isinstance(error, ComputesOtherwise):
             self._compile_in_a_call(f"what was chosen can't be loaded: {error}")
             return Next.NOTHING
-        self._trip(self._report.data, error, error.backends)
+        error.note_in(self._report.data, self.name)
         self.fail(str(error))
         if self._answers is not None:  # a later process would load the same
             self._answers.keep(Answer(dynamo_wins=True, reports=(self._report.data,)))
         return Next.NOTHING
 
-    def _trip(self, report: GraphReport, error: Exception, backends: Sequence[str]) -> None:
-        """Note that what was chosen computes otherwise here than Dynamo's graph."""
-        who = ", ".join(backends) or "AOTAutograd"
-        trip(report, who, "lower", self.name, error, "Dynamo's own graph")
-
     def _install(self, compiled: Compiled, condition: SizeCondition | None) -> None:
         gradients = compiled.call.gradients
-        if self._is_twice and gradients is not None and gradients.why_not:
+        if self._watching.is_twice and gradients is not None and gradients.why_not:
             self.fail(f"it is differentiated twice, and {gradients.why_not}")
             return
         self._report.give_way(*(runner.report for runner in compiled.runners))
-        self._compiled, self._chosen = compiled, compiled.run
+        chosen = self._chosen = self._as_chosen(compiled, condition)
         for runner in compiled.runners:
             runner.on_trip = self._keep_that_eager_runs
-        if condition is not None:
-            self._by_sizes = self._sending_by_sizes(compiled, condition)
-            self._chosen = self._by_sizes.run
         if compiled.is_dynamo_graph:
             self._settle_on(self._own)
             self._report.settled(EAGER)
         elif self._training:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
-            self._settle_on(self._chosen)
+            self._settle_on(chosen.run)
             self._report.settled(COMPILED)
         else:
-            self._begin_trial(compiled, condition)
+            answers = chosen.in_turn_with(self._own, self._session.settings.margin, self._decide)
+            self._machine.change(GraphState.TRIALLING, lambda: self._route.put(answers))
 
-    def _sending_by_sizes(self, compiled: Compiled, condition: SizeCondition) -> BySizes:
-        notes = compiled.runners[0].report.notes
-        by_sizes = BySizes(
-            compiled,
-            condition,
-            self._watch,
-            self._keep,
-            lambda: desk().compare(self),
-            notes.append,
-            self._passed_by,
-        )
+    def _as_chosen(self, compiled: Compiled, condition: SizeCondition | None) -> Chosen:
+        if condition is None:
+            return Chosen(compiled, compiled.run)
+        own = self._watch
+        by_sizes = BySizes(compiled, condition, own, self._keep, self._ask_to_compare)
         if (inputs := self._kept.inputs()) is not None:
             by_sizes.is_right_for(inputs)
-        return by_sizes
+        return Chosen(compiled, by_sizes.run, by_sizes)
 
-    def _begin_trial(self, compiled: Compiled, condition: SizeCondition | None) -> None:
-        margin, runs = self._session.settings.margin, (self._own, compiled.run)
-        if condition is None or self._by_sizes is None:
-            trial = self._trial = Trial(runs, margin, self._decide)
-            self._machine.change(GraphState.TRIALLING, lambda: self._route.put(trial.call))
-            return
-        self._trial = Trial(runs, margin, self._decide, condition.sizes_of())
-        self._by_sizes.put(self._trial.call)
-        chosen = self._chosen
-        self._machine.change(GraphState.TRIALLING, lambda: self._route.put(chosen))
+    def _ask_to_compare(self) -> None:
+        desk().compare(self)
 
     def compare(self) -> Next:
         """Hold what was chosen against Dynamo's graph on a call of other sizes."""
         return self._context.copy().run(self._compare)
 
     def _compare(self) -> Next:
-        by_sizes, compiled = self._by_sizes, self._compiled
-        assert by_sizes is not None
-        assert compiled is not None
+        chosen = self._chosen
+        assert chosen is not None
+        assert chosen.by_sizes is not None
         with beside():
-            problem = by_sizes.compare()
-            if problem:
-                error = ComputesOtherwise(problem, compiled)
+            if problem := chosen.by_sizes.compare():
                 self._route.put(self._own)
                 self._machine.change(GraphState.SETTLED)
-                self._trip(compiled.runners[0].report, error, error.backends)
-                for runner in compiled.runners:
-                    give_up(runner, "Dynamo's own graph runs", problem)
+                chosen.tell_wrong(problem, self.name)
                 self._keep_that_eager_runs(problem)
         return Next.NOTHING
-
-    def _passed_by(self) -> None:
-        if self.state is GraphState.TRIALLING and self._trial is not None:
-            self._trial.pass_by()
 
     # --- in a call ------------------------------------------------------------------------------
 
     def _decide(self, winner: int) -> None:
         """The trial is over."""
-        compiled, trial = self._compiled, self._trial
-        assert compiled is not None
-        assert trial is not None
         if not self._machine.change(GraphState.SETTLED, lambda: self._decided(winner)):
             return
         self._kept.forget()
-        eager_us, compiled_us = trial.latencies_us
-        report = compiled.runners[0].report
-        report.notes.append(
-            f"in {trial.calls} calls of the user's: {compiled_us:.4g} us as compiled, "
-            f"{eager_us:.4g} us as Dynamo's own graph"
-        )
+        assert self._chosen is not None
+        self._chosen.tell_winner(winner)
         if winner == 0:
-            note_dynamo_runs(
-                "inference", {COMPILED: compiled_us, EAGER: eager_us}, compiled.runners
-            )
             self._keep_that_eager_runs()
-        emit(report)
         self._report.settled((EAGER, COMPILED)[winner])
 
     def _decided(self, winner: int) -> None:
-        assert self._compiled is not None
-        if self._by_sizes is not None:
-            self._by_sizes.put(self._compiled.run)
-        self._route.put((self._own, self._chosen)[winner])
+        assert self._chosen is not None
+        self._chosen.end_trial()
+        self._route.put((self._own, self._chosen.run)[winner])
 
     def _keep_that_eager_runs(self, problem: str = "") -> None:
         """For later processes.
 
         :param problem: of what was chosen, in a later call; "" where it was slower.
         """
-        if self._answers is not None and self._compiled is not None:
-            reports = tuple(runner.report for runner in self._compiled.runners)
-            if problem:
-                instead = f"Dynamo's own graph runs: what was chosen failed in a call: {problem}"
-                reports = tuple(replace(one, instead=instead, regions=[]) for one in reports)
-            self._answers.keep(Answer(dynamo_wins=True, reports=reports))
+        if self._answers is not None and self._chosen is not None:
+            self._answers.keep(self._chosen.lost(problem))

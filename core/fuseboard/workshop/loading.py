@@ -16,7 +16,8 @@ from fuseboard.capture.comparison import CannotCompare
 from fuseboard.errors import CONTAINED, LoweringError
 from fuseboard.lower.caching import Deferred
 from fuseboard.pipeline.call import Compiled
-from fuseboard.run.failure import describe
+from fuseboard.report.data import GraphReport
+from fuseboard.run.failure import describe, trip
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.carried import CarriedProgram, NotCarried, unpack
@@ -40,6 +41,14 @@ class ComputesOtherwise(NotLoaded):
         super().__init__(problem)
         sites = [site for runner in compiled.runners for site in runner.program.sites]
         self.backends = sorted({site.lowered.region.backend for site in sites} - {"eager"})
+
+    def note_in(self, report: GraphReport, name: str) -> None:
+        """Record it as a failure that was contained.
+
+        :param name: of the graph.
+        """
+        who = ", ".join(self.backends) or "AOTAutograd"
+        trip(report, who, "lower", name, self, "Dynamo's own graph")
 
 
 def load(

@@ -1,0 +1,93 @@
+"""What was chosen for a graph, once this process has it: its trial, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fuseboard.pipeline.call import Compiled
+from fuseboard.profile.choose.whole_calls import COMPILED, EAGER, give_up, note_dynamo_runs
+from fuseboard.report.data import GraphReport
+from fuseboard.report.structured_trace import emit
+from fuseboard.workshop.by_sizes import BySizes
+from fuseboard.workshop.loading import ComputesOtherwise
+from fuseboard.workshop.request import Answer
+from fuseboard.workshop.trial import Trial
+
+Run = Callable[..., Any]
+
+
+class Chosen:
+    """A program that may take the place of Dynamo's own graph.
+
+    :param run: what answers a call of the graph's; not all of them are good for ``compiled.run``.
+    :param by_sizes: what sends calls by their sizes; None where these are plain, or each program
+        checks its first calls of other sizes itself.
+    """
+
+    def __init__(self, compiled: Compiled, run: Run, by_sizes: BySizes | None = None) -> None:
+        self.compiled = compiled
+        self.run = run
+        self.by_sizes = by_sizes
+        self._trial: Trial | None = None
+
+    @property
+    def reports(self) -> tuple[GraphReport, ...]:
+        return tuple(runner.report for runner in self.compiled.runners)
+
+    # --- the trial ------------------------------------------------------------------------------
+
+    def in_turn_with(self, own: Run, margin: float, decided: Callable[[int], None]) -> Run:
+        """What answers calls by Dynamo's graph and by this program in turn.
+
+        :param decided: of :class:`Trial`: 0 if Dynamo's graph has won, 1 if this program.
+        """
+        runs = own, self.compiled.run
+        if self.by_sizes is None:
+            self._trial = Trial(runs, margin, decided)
+            return self._trial.call
+        self._trial = Trial(runs, margin, decided, self.by_sizes.sizes_of)
+        self.by_sizes.begin(self._trial)
+        return self.run
+
+    def end_trial(self) -> None:
+        """From now on no call is answered in turn. It takes no lock."""
+        if self.by_sizes is not None:
+            self.by_sizes.put(self.compiled.run)
+
+    def tell_winner(self, winner: int) -> None:
+        """Note in the reports how the trial ended."""
+        assert self._trial is not None
+        eager_us, compiled_us = self._trial.latencies_us
+        report = self.reports[0]
+        report.notes.append(
+            f"in {self._trial.calls} calls of the user's: {compiled_us:.4g} us as compiled, "
+            f"{eager_us:.4g} us as Dynamo's own graph"
+        )
+        if winner == 0:
+            us = {COMPILED: compiled_us, EAGER: eager_us}
+            note_dynamo_runs("inference", us, self.compiled.runners)
+        emit(report)
+
+    # --- where it fails -------------------------------------------------------------------------
+
+    def tell_wrong(self, problem: str, name: str) -> None:
+        """Note in the reports that it computes something else than Dynamo's graph.
+
+        :param name: of the graph.
+        """
+        ComputesOtherwise(problem, self.compiled).note_in(self.reports[0], name)
+        for runner in self.compiled.runners:
+            give_up(runner, "Dynamo's own graph runs", problem)
+
+    def lost(self, problem: str) -> Answer:
+        """What later processes are told: Dynamo's own graph runs.
+
+        :param problem: of the program, in a later call; "" where it was slower.
+        """
+        reports = self.reports
+        if problem:
+            instead = f"Dynamo's own graph runs: what was chosen failed in a call: {problem}"
+            reports = tuple(replace(one, instead=instead, regions=[]) for one in reports)
+        return Answer(dynamo_wins=True, reports=reports)
