@@ -370,6 +370,18 @@ def some_classes(x, w, b, t):
     return F.cross_entropy(F.linear(x, w)[..., : V - 3].flatten(0, 1), t.flatten() % 50)
 
 
+def one_class_of_a_square(x, w, b, t):
+    """An ellipsis at the end stands for no dimension."""
+    logits = F.linear(x.repeat(1, 2 * V, 1)[0, : 2 * V], w).view(2, V, V)
+    return F.cross_entropy(logits[:, :, 2, ...], t[1, :2])
+
+
+def bias_after_a_cast(x, w, b, t):
+    """It isn't rounded to the layer's dtype."""
+    logits = F.linear(x.bfloat16(), w.bfloat16()).float() + 100 * b
+    return F.cross_entropy(logits.flatten(0, 1), t.flatten())
+
+
 def chosen_rows(x, w, b, t):
     kept = torch.arange(0, B * S, 2)
     return F.cross_entropy(F.linear(x, w).flatten(0, 1)[kept], t.flatten()[kept])
@@ -404,7 +416,8 @@ def under_another_mode(x, w, b, t):
 
 MISSES = [
     *(logits_returned, accuracy, capped, probabilities, written_to, rows_written_to),
-    *(some_classes, chosen_rows, rounded, classes_first, no_layer),
+    *(some_classes, one_class_of_a_square, bias_after_a_cast, chosen_rows, rounded),
+    *(classes_first, no_layer),
     *(other_dimension, many_weights, under_another_mode),
 ]
 

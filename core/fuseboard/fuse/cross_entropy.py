@@ -136,9 +136,11 @@ def _takes_layer(found: _Loss, node: Node) -> bool:
         weight = weight if found.by_columns else weight.args[0]
     else:
         return False
-    if bias is not None and found.bias is not None:
-        return False
-    found.bias = found.bias or bias
+    if found.bias is not None:
+        if bias is not None or _dtype(found.bias) != _dtype(node):
+            return False  # two of them, or one that is added after a cast
+    else:
+        found.bias = bias
     found.hidden, found.weight = hidden, weight
     found.nodes.insert(0, node)
     return True
@@ -186,10 +188,10 @@ def _slices_rows(node: Node, rank: int) -> bool:
     index = list(index) if isinstance(index, tuple) else [index]
     if not all(_is_plain(one) for one in index):
         return False
-    places = [place for place, one in enumerate(index) if one is Ellipsis]
-    last = [one for one in index[places[0] + 1 if places else 0 :] if one is not None]
-    covered = bool(last) if places else len(last) == rank
-    return not covered or last[-1] == slice(None)
+    index = [one for one in index if one is not None]
+    of_dims = [one for one in index if one is not Ellipsis]
+    takes_classes = len(of_dims) == rank or Ellipsis in index[:-1]
+    return not takes_classes or of_dims[-1] == slice(None)
 
 
 def _is_plain(index: Any) -> bool:
@@ -332,6 +334,11 @@ def _calls(node: Any, targets: set[Any]) -> bool:
 def _value(node: Any) -> torch.Tensor | None:
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    value = _value(node)
+    return None if value is None else value.dtype
 
 
 def _rank(node: Any) -> int:
