@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 import fuseboard
 from fuseboard.fuse import attention
+from fuseboard.ops.attention import Step, written
+from fuseboard.ops.attention import attention as op
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, observing
 from tests.support.transformers_models import LEARNED_MASKS, MODELS, eager_model
@@ -219,13 +221,22 @@ def test_a_form_in_training(form):
     "form", [scaled_after, merged, boolean_least, upcast, upcast_scores], ids=name
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types(form, dtype):
-    """No further from float64 than eager's own."""
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_half_types(form, dtype, train):
+    """No further from float64 than eager's own, gradients too."""
     inputs = drawn(dtype)
-    with torch.no_grad():
-        got = compiled(form)(*inputs)
-        no_further(got, form(*inputs), form(*(value.double() for value in inputs)))
-    assert (found(), got.dtype) == (1, dtype)
+
+    def run(function, wider=dtype):
+        own = [value.to(wider).detach().requires_grad_(train) for value in inputs[:3]]
+        result = function(*own, inputs[3].to(wider))
+        if train:
+            result.double().sin().sum().backward()
+        return result, flat([one.grad for one in own] if train else own)
+
+    got, eager, precise = run(compiled(form)), run(form), run(form, torch.float64)
+    no_further(got[0], eager[0], precise[0])
+    no_further(got[1], eager[1], precise[1])
+    assert (found(), got[0].dtype) == (1, dtype)
 
 
 @pytest.mark.parametrize("form", [scaled_after, additive, boolean], ids=name)
@@ -272,6 +283,22 @@ def test_other_sizes():
             m = rnd(2, 1, tokens, tokens, seed=3)
             torch.testing.assert_close(run(q, k, v, m), additive(q, k, v, m))
     assert found() == 1
+
+
+@pytest.mark.parametrize("empty", range(5), ids=["batch", "heads", "queries", "keys", "width"])
+def test_sizes_of_0(empty):
+    """The op is the formula there: the kernel divides by sizes."""
+    sizes = [B, H, S, T, D]
+    sizes[empty] = 0
+    batch, heads, queries, keys, width = sizes
+    steps = written([Step("softmax", dtype=torch.float32)], torch.float32)
+
+    def by_op(q, k, v, m):
+        return op(q, k, v, None, None, None, None, steps)[0]
+
+    inputs = [rnd(batch, heads, tokens, width) for tokens in (queries, keys, keys)]
+    got, eager = (trained_with(function, *inputs, None) for function in (by_op, unscaled))
+    torch.testing.assert_close(got, eager)
 
 
 # --- where the kernel isn't the formula -----------------------------------------------------------

@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ NO_WEIGHT = -2 * LARGEST
 
 #: How many masks the op has.
 MASKS = 3
-
-_Masks = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -93,89 +91,99 @@ def _scale(text: str) -> float:
     return scale
 
 
+class _Call(NamedTuple):
+    """The op's arguments.
+
+    :ivar query: (N, H, L, E); ``key`` and ``value`` are (N, H, S, E).
+    :ivar bias: what the kernel adds to scores, broadcast to them.
+    :ivar first: the masks that ``steps`` (:func:`written`) puts on scores are this one, ``second``
+        and ``third``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    first: Tensor | None
+    second: Tensor | None
+    third: Tensor | None
+    steps: str
+
+    def mask(self, step: Step) -> Tensor:
+        mask = (self.first, self.second, self.third)[step.mask]
+        assert mask is not None
+        return mask
+
+
 # --- the formula ----------------------------------------------------------------------------------
 
 
-def formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    third: Tensor | None,
-    steps: str,
-) -> tuple[Tensor, Tensor]:
+def formula(*arguments: Any) -> tuple[Tensor, Tensor]:
     """What the op stands for, as eager computes it; the arguments and results are the op's."""
-    *before, probabilities = _scores(query, key, (first, second, third), steps)
+    call = _Call(*arguments)
+    *before, probabilities = _scores(call)
     scores = next(
-        one for one, step in zip(before, _read(steps)[1], strict=True) if step.kind == "softmax"
+        one
+        for one, step in zip(before, _read(call.steps)[1], strict=True)
+        if step.kind == "softmax"
     )
-    sums = torch.logsumexp(scores.to(_dtype_of_sums(query)), -1)
-    result = probabilities.to(query.dtype) @ value
-    return _laid_out(result, query), _by_tokens(sums)
+    sums = torch.logsumexp(scores.to(_dtype_of_sums(call.query)), -1)
+    result = probabilities.to(call.query.dtype) @ call.value
+    return _laid_out(result, call.query), _by_tokens(sums)
 
 
-def _scores(query: Tensor, key: Tensor, masks: _Masks, text: str) -> list[Tensor]:
+def _scores(call: _Call) -> list[Tensor]:
     """The product of queries and keys, and what it is after each step: probabilities at last."""
-    dtype, steps = _read(text)
+    dtype, steps = _read(call.steps)
     # Wider operands than were written are those of a float64 run, which no cast makes less exact.
-    lifted = query.dtype != dtype
-    found = [query @ key.transpose(-2, -1)]
+    lifted = call.query.dtype != dtype
+    found = [call.query @ call.key.transpose(-2, -1)]
     for step in steps:
-        found.append(_after(step, found[-1], masks, None if lifted else step.dtype))
+        found.append(_after(step, found[-1], call, None if lifted else step.dtype))
     return found
 
 
-def _after(step: Step, scores: Tensor, masks: _Masks, dtype: torch.dtype | None) -> Tensor:
+def _after(step: Step, scores: Tensor, call: _Call, dtype: torch.dtype | None) -> Tensor:
     match step.kind:
         case "mul":
             return scores * step.number
         case "div":
             return scores / step.number
         case "add":
-            return scores + _mask(step, masks)
+            return scores + call.mask(step)
         case "fill":
-            return scores.masked_fill(_mask(step, masks), step.number)
+            return scores.masked_fill(call.mask(step), step.number)
         case "keep":
-            return scores.masked_fill(_mask(step, masks).logical_not(), step.number)
+            return scores.masked_fill(call.mask(step).logical_not(), step.number)
         case "softmax":
             return torch.softmax(scores, -1, dtype=dtype)
     return scores if dtype is None else scores.to(dtype)
 
 
-def _mask(step: Step, masks: _Masks) -> Tensor:
-    mask = masks[step.mask]
-    assert mask is not None
-    return mask
-
-
-def _formula_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, text: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _formula_backward(grad: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as autograd computes them from what eager would have saved."""
-    scores = _scores(query, key, masks, text)
-    probabilities = scores[-1].to(query.dtype)
+    scores = _scores(call)
+    probabilities = scores[-1].to(call.query.dtype)
     grad_value = probabilities.transpose(-2, -1) @ grad
     # Of the scores after each step, from the last step to the first.
-    on_way = grad @ value.transpose(-2, -1)
+    on_way = grad @ call.value.transpose(-2, -1)
     for step, before, after in reversed(
-        list(zip(_read(text)[1], scores, scores[1:], strict=False))
+        list(zip(_read(call.steps)[1], scores, scores[1:], strict=False))
     ):
-        on_way = _before(step, on_way.to(after.dtype), after, masks).to(before.dtype)
-    return on_way @ key, on_way.transpose(-2, -1) @ query, grad_value
+        on_way = _before(step, on_way.to(after.dtype), after, call).to(before.dtype)
+    return on_way @ call.key, on_way.transpose(-2, -1) @ call.query, grad_value
 
 
-def _before(step: Step, grad: Tensor, after: Tensor, masks: _Masks) -> Tensor:
+def _before(step: Step, grad: Tensor, after: Tensor, call: _Call) -> Tensor:
     match step.kind:
         case "mul":
             return grad * step.number
         case "div":
             return grad / step.number
         case "fill":
-            return grad.masked_fill(_mask(step, masks), 0.0)
+            return grad.masked_fill(call.mask(step), 0.0)
         case "keep":
-            return grad.masked_fill(_mask(step, masks).logical_not(), 0.0)
+            return grad.masked_fill(call.mask(step).logical_not(), 0.0)
         case "softmax":
             return torch.ops.aten._softmax_backward_data(grad, after, -1, after.dtype)  # type: ignore[no-any-return]
     return grad
@@ -205,6 +213,8 @@ def _by_tokens(value: Tensor) -> Tensor:
 
 def _holds(sums: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel's row sums say that it computed the formula."""
+    if not sums.numel():
+        return False
     largest = float(torch.linalg.vector_norm(sums, math.inf))  # NaN where one is
     return largest <= LARGEST and (bias is None or bool(sums.all()))
 
@@ -214,70 +224,49 @@ def _is_finite(value: Tensor) -> bool:
     return math.isfinite(float(value.sum(dtype=_dtype_of_sums(value))))
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    third: Tensor | None,
-    steps: str,
-) -> tuple[Tensor, Tensor]:
-    operands = _side_by_side(query), _side_by_side(key), _side_by_side(value)
-    result, sums = cpu_kernel(*operands, bias, _scale(steps))
-    if _holds(sums, bias) and _is_finite(result):
-        return _laid_out(result, operands[0]), sums
-    del result
-    probabilities = _scores(query, key, (first, second, third), steps)[-1].to(query.dtype)
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*arguments)
+    query, key, value = map(_side_by_side, call[:3])
+    # The kernel divides by the sizes of its operands.
+    if query.numel() and key.numel():
+        result, sums = cpu_kernel(query, key, value, call.bias, _scale(call.steps))
+        if _holds(sums, call.bias) and _is_finite(result):
+            return _laid_out(result, query), sums
+        del result, sums
+    probabilities = _scores(call)[-1].to(query.dtype)
     # Sums of NaN: the backward is the formula's as well.
-    return _laid_out(probabilities @ value, operands[0]), torch.full_like(sums, math.nan)
+    sums = _attention_fake(*arguments)[1].fill_(math.nan)
+    return _laid_out(probabilities @ value, query), sums
 
 
-def _attention_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    third: Tensor | None,
-    steps: str,
-) -> tuple[Tensor, Tensor]:
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query = _Call(*arguments).query
     batch, heads, tokens, _ = query.shape
     sums = query.new_empty((batch, tokens, heads), dtype=_dtype_of_sums(query))
     return torch.empty_like(_side_by_side(query)), sums.transpose(1, 2)
 
 
 def _attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    third: Tensor | None,
-    result: Tensor,
-    sums: Tensor,
-    steps: str,
+    grad: Tensor, result: Tensor, sums: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Call(*arguments)
     found: Sequence[Tensor] = ()
-    if _holds(sums, bias):
-        grad_, q, k, v = map(_side_by_side, (grad, query, key, value))
-        found = cpu_kernel_backward(grad_, q, k, v, bias, result, sums, _scale(steps))
+    if _holds(sums, call.bias):
+        grad_, query, key, value = map(_side_by_side, (grad, *call[:3]))
+        scale = _scale(call.steps)
+        found = cpu_kernel_backward(grad_, query, key, value, call.bias, result, sums, scale)
     if not found or not all(map(_is_finite, found)):
-        found = _formula_backward(grad, query, key, value, (first, second, third), steps)
+        found = _formula_backward(grad, call)
     of_query, of_key, of_value = map(_by_tokens, found)
     return of_query, of_key, of_value
 
 
 def _attention_backward_fake(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+    grad: Tensor, result: Tensor, sums: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (
         one.new_empty((one.shape[0], one.shape[2], one.shape[1], one.shape[3])).transpose(1, 2)
-        for one in (query, key, value)
+        for one in _Call(*arguments)[:3]
     )
     return q, k, v
 
@@ -296,7 +285,7 @@ class _Attention(torch.autograd.Function):
         with below_autograd():
             results = attention(*args)
         *operands, ctx.steps = args
-        ctx.save_for_backward(*operands, *results)
+        ctx.save_for_backward(*results, *operands)
         ctx.mark_non_differentiable(results[1])
         return results
 
@@ -318,27 +307,27 @@ def _attention_of_autograd(*args: Any) -> Any:
 
 def _backward_of_autograd(*args: Any) -> Any:
     """Gradients that are differentiated again are the formula's."""
-    tensors = [one for one in args[:4] if one.requires_grad]
-    if forward_ad._current_level >= 0 or (tensors and torch.is_grad_enabled()):
-        grad, query, key, value, _, first, second, third, *_, steps = args
-        found = _formula_backward(grad, query, key, value, (first, second, third), steps)
-        return tuple(map(_by_tokens, found))
+    grad, _, _, *arguments = args
+    call = _Call(*arguments)
+    differentiable = any(one.requires_grad for one in (grad, *call[:3]))
+    if forward_ad._current_level >= 0 or (differentiable and torch.is_grad_enabled()):
+        return tuple(map(_by_tokens, _formula_backward(grad, call)))
     with below_autograd():
         return attention_backward(*args)
 
 
 # No list of masks: vmap, by which gradients are computed in a batch, calls ops with lists by none.
-_OPERANDS = (
+_ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, "
-    "Tensor? first, Tensor? second, Tensor? third"
+    "Tensor? first, Tensor? second, Tensor? third, str steps"
 )
 _library = torch.library.Library("fuseboard", "DEF")
 _library.define(
-    f"attention({_OPERANDS}, str steps) -> (Tensor, Tensor)",
+    f"attention({_ARGUMENTS}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    f"attention_backward(Tensor grad, {_OPERANDS}, Tensor result, Tensor sums, str steps)"
+    f"attention_backward(Tensor grad, Tensor result, Tensor sums, {_ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -349,8 +338,6 @@ torch.library.register_fake("fuseboard::attention_backward", _attention_backward
 _library.impl("attention", _attention_of_autograd, "Autograd")
 _library.impl("attention_backward", _backward_of_autograd, "Autograd")
 
-#: The result, and of each row the logarithm of the sum. Operands are (N, H, L, E), (N, H, S, E)
-#: twice; ``bias`` is what the kernel adds to scores, broadcast to them; ``first`` to ``third`` are
-#: the masks that ``steps`` (:func:`written`) puts on scores.
+#: The result, and of each row the logarithm of the sum that softmax divides by.
 attention = torch.ops.fuseboard.attention.default
 attention_backward = torch.ops.fuseboard.attention_backward.default

@@ -15,8 +15,8 @@ or float32 if that is wider. Sums over chunks are of float32 at least.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,37 @@ CHUNK_BYTES = 32 * 2**20
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class _Call(NamedTuple):
+    """The arguments of the op, which its backward has as well.
+
+    :ivar hidden: ``(N, H)``; ``weight`` ``(V, H)`` and ``bias`` ``(V,)`` have its dtype.
+    :ivar target: ``(N,)``, int64.
+    :ivar class_weight: ``(V,)``.
+    :ivar reduction: of the rows' losses, as in ``torch.nn.functional.cross_entropy``; so are
+        ``ignore_index`` and ``label_smoothing``.
+    :ivar dtype: of the loss.
+    :ivar wanted: which gradients are: of ``hidden``, ``weight``, ``bias``; others are empty
+        tensors.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    dtype: torch.dtype
+    wanted: Sequence[bool]
+
+
+_ARGUMENTS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+    "str reduction, int ignore_index, float label_smoothing, ScalarType dtype, bool[] wanted"
+)
 
 
 @dataclass(frozen=True)
@@ -47,28 +78,20 @@ class _Rows:
     dtype: torch.dtype
 
     @classmethod
-    def of(
-        cls,
-        target: Tensor,
-        class_weight: Tensor | None,
-        classes: int,
-        ignore_index: int,
-        smoothing: float,
-        dtype: torch.dtype,
-    ) -> _Rows:
+    def of(cls, call: _Call) -> _Rows:
         """
         :raises IndexError: a target is no class, as eager has it.
         """
-        kept = target != ignore_index
+        target, classes = call.target, len(call.weight)
+        kept = target != call.ignore_index
         known = (target >= 0) & (target < classes) | ~kept
         if not known.all():
             wrong = int(target.masked_select(~known)[0])
             raise IndexError(f"Target {wrong} is out of bounds.")
-        computed = _at_least_float32(dtype)
-        if class_weight is not None:
-            class_weight = class_weight.to(computed)
+        dtype = _at_least_float32(call.dtype)
+        class_weight = None if call.class_weight is None else call.class_weight.to(dtype)
         target = target.masked_fill(~kept, 0)
-        return cls(target, kept, class_weight, classes, smoothing, computed)
+        return cls(target, kept, class_weight, classes, call.label_smoothing, dtype)
 
     def weights(self) -> Tensor:
         """``(N,)``: the weight of each row's class; 0 where it is ignored."""
@@ -78,14 +101,7 @@ class _Rows:
 
     def at(self, part: slice) -> _Rows:
         """Some of the rows."""
-        return _Rows(
-            self.target[part],
-            self.kept[part],
-            self.class_weight,
-            self.classes,
-            self.smoothing,
-            self.dtype,
-        )
+        return replace(self, target=self.target[part], kept=self.kept[part])
 
     def losses(self, log_p: Tensor) -> Tensor:
         """``(N,)``, from log probabilities ``(N, V)``."""
@@ -118,38 +134,29 @@ class _Rows:
 
 
 class _Gradients:
-    """Gradients of the operands of a linear layer, summed up over chunks.
+    """Gradients of the operands of the layer, those that are wanted, summed up over chunks."""
 
-    :param wanted: of ``hidden`` ``(N, H)``, ``weight`` ``(V, H)``, and the bias ``(V,)``; others
-        are empty tensors.
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]) -> None:
-        self._operands = hidden, weight
-        self._wanted = wanted
-        summed = _at_least_float32(hidden.dtype)
-        classes, width = weight.shape
-        self._sums = (
-            hidden.new_empty(hidden.shape if wanted[0] else 0),
-            hidden.new_zeros((classes, width) if wanted[1] else 0, dtype=summed),
-            hidden.new_zeros(classes if wanted[2] else 0, dtype=summed),
-        )
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._sums = _empty_gradients(call, _at_least_float32(call.hidden.dtype))
+        for one in self._sums[1:]:
+            one.zero_()
 
     def add(self, part: slice, gradient: Tensor) -> None:
         """:param gradient: of the logits of some rows, in the dtype of the layer."""
-        hidden, weight = self._operands
+        hidden, weight, wanted = self._call.hidden, self._call.weight, self._call.wanted
         of_hidden, of_weight, of_bias = self._sums
-        if self._wanted[0]:
+        if wanted[0]:
             torch.mm(gradient, weight, out=of_hidden[part])
-        if self._wanted[1] and of_weight.dtype == gradient.dtype:
+        if wanted[1] and of_weight.dtype == gradient.dtype:
             of_weight.addmm_(gradient.t(), hidden[part])
-        elif self._wanted[1]:
+        elif wanted[1]:
             of_weight.add_(gradient.t() @ hidden[part])
-        if self._wanted[2]:
+        if wanted[2]:
             of_bias.add_(gradient.sum(0, dtype=of_bias.dtype))
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        of_hidden, of_weight, of_bias = (one.to(self._operands[0].dtype) for one in self._sums)
+        of_hidden, of_weight, of_bias = (one.to(self._call.hidden.dtype) for one in self._sums)
         return of_hidden, of_weight, of_bias
 
 
@@ -159,18 +166,13 @@ def _parts(rows: int, width_bytes: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + step))
 
 
-def _in_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: _Rows,
-    factors: Tensor | None,
-    gradients: _Gradients,
-) -> Tensor:
-    """The losses of the rows ``(N,)``.
+def _in_chunks(call: _Call, rows: _Rows, factors: Tensor | None) -> tuple[Tensor, _Gradients]:
+    """The losses of the rows ``(N,)``, and gradients of the operands.
 
-    :param factors: their gradients, for those of the operands; None: these aren't wanted.
+    :param factors: the gradients of the losses; None: those of the operands aren't wanted.
     """
+    hidden, weight, bias = call.hidden, call.weight, call.bias
+    gradients = _Gradients(call)
     losses = hidden.new_empty(len(hidden), dtype=rows.dtype)
     parts = list(_parts(len(hidden), rows.classes * rows.dtype.itemsize))
     longest = parts[0].stop if parts else 0
@@ -190,134 +192,90 @@ def _in_chunks(
         if factors is not None:
             gradient = own.to_gradient(log_p, factors[part])
             gradients.add(part, gradient.to(hidden.dtype))
-    return losses
+    return losses, gradients
 
 
 # --- the ops --------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fuseboard::linear_cross_entropy", mutates_args=())
-def _loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    dtype: torch.dtype,
-    gradients: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fuseboard::linear_cross_entropy",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _loss(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and gradients of the operands for a gradient of 1.
 
-    :param hidden: ``(N, H)``; ``weight`` ``(V, H)`` and ``bias`` ``(V,)`` have its dtype.
-    :param target: ``(N,)``, int64.
-    :param class_weight: ``(V,)``.
-    :param reduction: of the rows' losses, as in ``torch.nn.functional.cross_entropy``; so are
-        ``ignore_index`` and ``label_smoothing``.
-    :param dtype: of the loss.
-    :param gradients: which are wanted: of ``hidden``, ``weight``, ``bias``; others are empty
-        tensors. None are computed with ``reduction="none"``.
+    With ``reduction="none"`` no gradients may be wanted.
     :raises IndexError: a target is no class.
     """
-    rows = _Rows.of(target, class_weight, len(weight), ignore_index, label_smoothing, dtype)
-    sums = _Gradients(hidden, weight, gradients)
-    with torch.autocast(hidden.device.type, enabled=False):
+    call = _Call(*arguments)
+    rows = _Rows.of(call)
+    with torch.autocast(call.hidden.device.type, enabled=False):
         count = rows.weights().sum()
-        factors = None
-        if any(gradients):
-            factors = _factors(count.new_ones(()), reduction, rows)
-        losses = _in_chunks(hidden, weight, bias, rows, factors, sums)
-        if reduction != "none":
+        factors = _factors(count.new_ones(()), call, rows) if any(call.wanted) else None
+        losses, gradients = _in_chunks(call, rows, factors)
+        if call.reduction != "none":
             losses = losses.sum()
-        if reduction == "mean":
+        if call.reduction == "mean":
             losses = losses / count
-        return losses.to(dtype), *sums.results()
+        return losses.to(call.dtype), *gradients.results()
 
 
-def _factors(gradient: Tensor, reduction: str, rows: _Rows) -> Tensor:
-    """The gradients of the rows' losses ``(N,)``, from that of the loss."""
-    gradient = gradient.to(rows.dtype)
-    if reduction == "mean":
-        gradient = gradient / rows.weights().sum()
-    return gradient.expand(len(rows.target))
-
-
-@torch.library.custom_op("fuseboard::linear_cross_entropy_backward", mutates_args=())
-def _recomputed_gradients(
-    gradient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    gradients: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fuseboard::linear_cross_entropy_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def _recomputed_gradients(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the operands, from logits that are computed again.
 
     :param gradient: of the loss: ``()``, or ``(N,)`` with ``reduction="none"``.
     """
-    rows = _Rows.of(
-        target, class_weight, len(weight), ignore_index, label_smoothing, gradient.dtype
-    )
-    sums = _Gradients(hidden, weight, gradients)
-    with torch.autocast(hidden.device.type, enabled=False):
-        _in_chunks(hidden, weight, bias, rows, _factors(gradient, reduction, rows), sums)
-        return sums.results()
+    call = _Call(*arguments)
+    rows = _Rows.of(call)
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        _, gradients = _in_chunks(call, rows, _factors(gradient, call, rows))
+        return gradients.results()
+
+
+def _factors(gradient: Tensor, call: _Call, rows: _Rows) -> Tensor:
+    """The gradients of the rows' losses ``(N,)``, from that of the loss."""
+    gradient = gradient.to(rows.dtype)
+    if call.reduction == "mean":
+        gradient = gradient / rows.weights().sum()
+    return gradient.expand(len(rows.target))
+
+
+def _fake_loss(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = _Call(*arguments)
+    shape = call.target.shape if call.reduction == "none" else ()
+    return call.hidden.new_empty(shape, dtype=call.dtype), *_empty_gradients(call)
+
+
+def _fake_gradients(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(_Call(*arguments))
 
 
 def _empty_gradients(
-    hidden: Tensor, weight: Tensor, wanted: Sequence[bool]
+    call: _Call, summed: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (tuple(hidden.shape), tuple(weight.shape), (weight.shape[0],))
+    """:param summed: the dtype of those that chunks add to; None: the layer's."""
+    classes, width = call.weight.shape
+    shapes = (tuple(call.hidden.shape), (classes, width), (classes,))
     of_hidden, of_weight, of_bias = (
-        hidden.new_empty(shape if is_wanted else (0,))
-        for shape, is_wanted in zip(shapes, wanted, strict=True)
+        call.hidden.new_empty(shape if is_wanted else (0,), dtype=dtype)
+        for shape, is_wanted, dtype in zip(shapes, call.wanted, (None, summed, summed), strict=True)
     )
     return of_hidden, of_weight, of_bias
-
-
-def _fake_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    dtype: torch.dtype,
-    gradients: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
-    return loss, *_empty_gradients(hidden, weight, gradients)
-
-
-def _fake_gradients(
-    gradient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    gradients: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(hidden, weight, gradients)
 
 
 # --- autograd -------------------------------------------------------------------------------------
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *operands, reduction, ignore_index, label_smoothing, _, computed = inputs
-    ctx.options = reduction, ignore_index, label_smoothing
+    *operands, reduction, ignore_index, label_smoothing, dtype, computed = inputs
+    ctx.options = reduction, ignore_index, label_smoothing, dtype
     ctx.needed = [bool(one) for one in ctx.needs_input_grad[:3]]
     ctx.computed = all(done or not need for done, need in zip(computed, ctx.needed, strict=True))
     ctx.set_materialize_grads(False)
