@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseboard
@@ -157,7 +158,8 @@ def test_a_draw_that_nobody_reads_stays():
     graph = make_fx(function, tracing_mode="fake")(rnd(5))
     graph.graph.output_node().args = (graph.graph.output_node().args[0][:1],)
     fusions = simplify.fuseboard_fuse(graph, "inference", None)
-    apply_fusions(graph, fusions, "simplify", FusionCounter(), 60.0)
+    with tracing(TracingContext(None)):  # as where it compiles; fx then keeps no draws by itself
+        apply_fusions(graph, fusions, "simplify", FusionCounter(), 60.0)
     names = [target_name(n) for n in graph.graph.nodes if n.op == "call_function"]
     assert sum("rand" in name for name in names) == 1
     assert sum("relu" in name for name in names) == 1
@@ -218,16 +220,22 @@ def test_a_value_that_no_input_decides_is_computed_once():
     assert not any("arange" in op or "le" in op.split(".") for op in ops())
 
 
+def given_out(x, shape):
+    """A value that no input decides, read and returned."""
+    c = torch.arange(5, device="cpu") * 2
+    return x + c, shape(c)
+
+
 @pytest.mark.parametrize(
     ("name", "function"),
     [
-        ("larger than the limit", lambda x: x + torch.arange(5).sin()),
-        ("made by one op", lambda x: x + torch.arange(5)),
-        ("random", lambda x: x + torch.rand(5) * 2),
-        ("of the default dtype", lambda x: x + torch.ones(5) / 3),
-        ("a quotient of integers", lambda x: x + torch.arange(5) / 3),
-        ("a result", lambda x: (x.sin(), torch.arange(5) * 2)),
-        ("a result's memory", lambda x: (x.sin(), (torch.arange(6) * 2).view(2, 3)[1])),
+        ("larger than the limit", lambda x: x + torch.arange(5, device="cpu") * 2),
+        ("made by one op", lambda x: x + torch.arange(5, device="cpu")),
+        ("random", lambda x: x + torch.rand(5, device="cpu", dtype=torch.float32) * 2),
+        ("of the default dtype", lambda x: x + torch.ones(5, device="cpu") / 3),
+        ("a quotient of integers", lambda x: x + torch.arange(5, device="cpu") / 3),
+        ("a result", lambda x: given_out(x, lambda c: c)),
+        ("a result's memory", lambda x: given_out(x, lambda c: c.view(1, 5)[0])),
     ],
 )
 def test_what_isnt_kept_as_a_constant(monkeypatch, name, function):
@@ -242,6 +250,16 @@ def test_what_isnt_kept_as_a_constant(monkeypatch, name, function):
         torch.manual_seed(0)
         assert_same(first, function(rnd(5)))
     assert "constant" not in done()
+
+
+@pytest.mark.parametrize("device", [{}, {"device": torch.device("cpu")}], ids=["none", "cpu"])
+def test_a_value_on_the_default_device_is_made_in_each_call(device):
+    """It may be another device by then."""
+    graph = make_fx(lambda x: x + torch.arange(5) * 2, tracing_mode="fake")(rnd(5))
+    (arange,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.arange.default)
+    arange.kwargs = device
+    fusions = simplify.fuseboard_fuse(graph, "inference", None)
+    assert [fusion.name for fusion in fusions] == (["constant"] if device else [])
 
 
 def test_a_result_that_a_caller_writes_to_is_new_in_the_next_call():

@@ -50,7 +50,6 @@ class WithGradient(torch.autograd.Function):
         away = 3 * torch.linalg.norm(a, dim=(-2, -1))[..., None, None]
         shifted = shifted + (away * u @ u.mT).unsqueeze(-3)
         solved = torch.linalg.solve(shifted, outside.mT.unsqueeze(-1)).squeeze(-1).mT
-        solved = solved - u @ (u.mT @ solved)
         gradient = (along - solved) @ u.mT
         return (gradient + gradient.mT) / 2, None, None
 

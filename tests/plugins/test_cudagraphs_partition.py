@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fuseboard
+from fuseboard_cudagraphs._cut import cut_region
 from fuseboard_cudagraphs._options import Options
 from fuseboard_cudagraphs._partition import claim, why_not
 from fuseboard_cudagraphs._region import Inputs, why_not_region
@@ -269,6 +270,20 @@ def test_a_region_names_the_first_op_that_stands_in_the_way():
 
     reason = why_not_region(region(trace(function, cuda(3))), ENABLED)
     assert reason == "aten.add_.Tensor: it writes to an argument (and 1 more)"
+
+
+def test_a_region_that_writes_is_not_cut():
+    """Who reads before and after the write can't be told from the graph's wiring."""
+
+    def function(x, index):
+        rows = aten.embedding_dense_backward(x, index, 10, -1, False)
+        y = x + 1
+        z = y * 2
+        y.add_(1)
+        return rows * 2, z, y * 3
+
+    made = region(trace(function, cuda(3, 4), cuda(3, dtype=torch.int64)))
+    assert cut_region(made, Options(min_nodes=1)) == "an op of it writes to an argument"
 
 
 def test_a_region_elsewhere_is_left_alone():

@@ -227,13 +227,20 @@ def test_a_training_step_is_recorded_around_what_cant_be(device):
     assert all_trips() == []
 
 
-def test_draws_keep_their_order(device):
-    """Random numbers on both sides of a cut are those of eager."""
+def draws_on_both_sides(x):
+    first = nn.functional.dropout(x, 0.5)
+    return first * 2 + 1, nn.functional.dropout(x + gathered(first).sum(), 0.5) * 3
 
-    def function(x):
-        first = torch.nn.functional.dropout(x, 0.5)
-        return first * 2 + 1, torch.nn.functional.dropout(x + gathered(first).sum(), 0.5) * 3
 
+def draws_after_and_beside(x):
+    """The second draw could run before the cut."""
+    first = nn.functional.dropout(x + gathered(x).sum(), 0.5) * 3
+    return first, nn.functional.dropout(x, 0.5) * 2 + 1
+
+
+@pytest.mark.parametrize("function", [draws_on_both_sides, draws_after_and_beside])
+def test_draws_keep_their_order(device, function):
+    """Random numbers around a cut are those of eager."""
     run = recorded(function)
     with torch.no_grad():
         for seed in range(4):
