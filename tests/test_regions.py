@@ -202,6 +202,27 @@ def test_signatures_ignore_names():
     assert signature(first, "eager", ()) == signature(second, "eager", ())
 
 
+CONSTANTS = {
+    "strides that size 1 allows": torch.ones(1, 1, 2, dtype=torch.int32)[..., ::2],
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "expanded": torch.ones(3).expand(4, 3),
+    "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3j]).conj().imag,
+    "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+    "of no elements": torch.ones(0, 3),
+}
+
+
+@pytest.mark.parametrize("constant", CONSTANTS.values(), ids=CONSTANTS)
+def test_a_constant_s_values_are_part_of_the_signature(constant):
+    def of(value):
+        return signature(make_fx(lambda x: x + value)(torch.ones(())), "eager", ())
+
+    assert of(constant) == of(constant)
+    if constant.numel():
+        assert of(constant * 2) != of(constant)
+
+
 def test_isomorphic_regions_are_lowered_once():
     """And each call of the shared code gets its own weights."""
     lowered = []

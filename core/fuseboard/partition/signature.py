@@ -59,6 +59,9 @@ def _attribute_text(value: Any) -> str:
         return signature(value, "", ())
     if isinstance(value, torch.Tensor):
         with torch_internals.real_tensors():
-            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            plain = value.detach().cpu().resolve_conj().resolve_neg()
+            # A dense tensor may have any strides where its size is 1; view() wants 1 in the last.
+            dense = plain.clone(memory_format=torch.contiguous_format)
+            data = dense.flatten().view(torch.uint8).numpy().tobytes()
         return f"{_value_text(value)} {hashlib.sha256(data).hexdigest()}"
     return repr(value)
