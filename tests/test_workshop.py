@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import fuseboard
 from fuseboard.capture.comparison import CaptureCheck
 from fuseboard.report.data import ledger
+from fuseboard.workshop import life as lives_module
 from fuseboard.workshop import process
+from fuseboard.workshop.request import Answer
 from fuseboard.workshop.states import GraphState
 from tests.support.beside import compiled, life, lives, loaded, mlp, pinned
 from tests.support.eager_loses import MEASURE
@@ -82,6 +84,36 @@ def test_functions_that_decide_a_stage_go_along(stage, function):
 class Half(torch.nn.Module):
     def forward(self, x):
         return torch.sin(x * 0.5)
+
+
+def test_who_waits_and_a_call_compile_a_graph_once(monkeypatch):
+    """Where only this process can compile it: whoever is second finds what the first one made."""
+    answer = Answer(problem="it can't be sent", only_here=True)
+    monkeypatch.setattr("fuseboard.workshop.life.make_request", lambda *arguments: answer)
+    began, compiles, compile_here = threading.Event(), [], lives_module.compile_here
+
+    def slow(*arguments):
+        compiles.append(threading.current_thread().name)
+        began.set()
+        time.sleep(0.3)
+        return compile_here(*arguments)
+
+    monkeypatch.setattr(lives_module, "compile_here", slow)
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model)
+        run(x)
+        graph, end = life(), time.monotonic() + 60
+        while graph.waiting:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        waits = threading.Thread(target=graph.settle, name="waits")
+        waits.start()
+        assert began.wait(60)
+        torch.testing.assert_close(run(x), model(x))
+        waits.join()
+    assert compiles == ["waits"]
+    assert graph.settled
 
 
 def test_a_later_compile_tells_what_lost_before():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from torch import nn
 import fuseboard
 from fuseboard.report.data import ledger
 from fuseboard.workshop import process
+from fuseboard.workshop.by_sizes import BySizes
+from fuseboard.workshop.sizes import SizeCondition, SizeRoute
+from fuseboard.workshop.states import GraphState
 from tests.support.beside import compare_all, life, lives, mlp, pinned
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it", "chosen")
@@ -144,6 +150,32 @@ def test_no_backend_may_fix_a_size(own_desk, plugin_module):
     assert any("it fixes x.size()[0] to 12" in row.problem for row in rows)
 
 
+def test_a_settled_call_executes_one_function_before_the_program():
+    """However much has to hold of its sizes; and a program that is put later answers at once."""
+    condition = SizeCondition(
+        symbols={"s0": "args[0].size(0)", "s1": "args[0].size(1)"},
+        names={},
+        terms=("s0 % 4 == 0", "s0 < max(9, 4)"),
+        sizes="(args[0].size(0),)",
+        bucket="(args[0].size(0).bit_length(),)",
+    )
+    answers = [lambda x: "outside", lambda bucket, x: "unseen", lambda x: "program"]
+    route = SizeRoute(condition, answers[2], answers[0], answers[1])
+    fits, late = torch.zeros(8, 2), torch.zeros(4, 2)
+    route.seen.add((4,))
+    frames = []
+    sys.setprofile(lambda frame, event, _: event == "call" and frames.append(frame.f_code.co_name))
+    try:
+        found = route.run(fits)
+    finally:
+        sys.setprofile(None)
+    assert (found, frames) == ("program", ["by_sizes", "<lambda>"])
+    assert [route.run(x) for x in (torch.zeros(6, 2), torch.zeros(12, 2))] == ["outside"] * 2
+    assert route.run(late) == "unseen"
+    route.put(lambda x: "trial")
+    assert [route.run(x) for x in (fits, late)] == ["trial", "unseen"]
+
+
 WRONG = """
     code = fuseboard.lower_eagerly(region)
     def call(args):
@@ -163,6 +195,63 @@ def test_code_that_is_wrong_for_some_sizes_never_answers_these(own_desk, plugin_
     (trip,) = {trip for graph in ledger.graphs() for trip in graph.trips}
     assert (trip.plugin, trip.instead) == (plugin.__name__, "Dynamo's own graph")
     assert "for sizes of a later call, output 0" in trip.error
+
+
+def on_trial(monkeypatch):
+    """A graph for any sizes whose trial nothing ends, and a function that checks a call of it."""
+    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", lambda trial: None)
+    model = mlp()
+    run = pinned(model, dynamic=True)
+
+    @torch.no_grad()
+    def call(rows):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(run(x), model(x))
+
+    call(8)
+    graph = life()
+    end = time.monotonic() + 60
+    while graph.state is not GraphState.TRIALLING:
+        assert time.monotonic() < end
+        assert not graph.settled
+        time.sleep(0.01)
+    return graph, call
+
+
+@pytest.mark.thorough
+def test_a_decision_in_the_middle_of_giving_up_changes_nothing(monkeypatch, own_desk):
+    """A call may end the trial while a thread finds that the program is wrong."""
+    graph, call = on_trial(monkeypatch)
+    change = graph._machine.change
+
+    def changed(*arguments):
+        monkeypatch.setattr(graph._machine, "change", change)
+        graph._decide(1)
+        return change(*arguments)
+
+    monkeypatch.setattr(graph._machine, "change", changed)
+    wrong = replace(graph._chosen.compiled, run=lambda *args: pytest.fail("it is wrong"))
+    graph._chosen.compiled = wrong
+    graph._give_up(graph._chosen, "it is wrong")
+    assert graph.state is GraphState.SETTLED
+    call(8)
+    graph._route.put(graph._chosen.run)  # as a call does that has seen the decision
+    call(8)
+
+
+@pytest.mark.thorough
+def test_a_bug_beside_a_trial_refuses_the_graph_and_the_next_one_is_served(monkeypatch, own_desk):
+    """The thread that compares goes on."""
+    graph, call = on_trial(monkeypatch)
+    monkeypatch.setattr(BySizes, "compare", lambda by_sizes: 1 / 0)
+    call(40)
+    assert fuseboard.wait(60)
+    assert graph.state is GraphState.REFUSED
+    assert any("ZeroDivisionError" in report.instead for report in ledger.graphs())
+    other = torch.compile(mlp(8), backend="fuseboard", options={"margin": 1.0})
+    with torch.no_grad():
+        other(torch.randn(4, 8))
+    assert fuseboard.wait(120)
 
 
 @pytest.mark.thorough

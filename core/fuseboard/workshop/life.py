@@ -319,8 +319,7 @@ class Life:
         """Let the next call compile it, since only this process can; calls wait for that."""
 
         def compile_first(*args: Any) -> Any:
-            with self._compiling:
-                self._compile_on(args)
+            self._compile_on(args)
             return self._route.run(*args)
 
         first: Run = torch.compiler.disable(compile_first)
@@ -332,8 +331,11 @@ class Life:
         self._report.tell_state(self.state)
 
     def _compile_on(self, inputs: Sequence[Any]) -> None:
-        if self.settled:
-            return  # another thread's call has done it
+        with self._compiling:
+            if not self.settled:  # else another thread has done it
+                self._compile(inputs)
+
+    def _compile(self, inputs: Sequence[Any]) -> None:
         try:
             compiled, run = compile_here(
                 self._session,
@@ -435,11 +437,20 @@ class Life:
         assert chosen.by_sizes is not None
         with beside():
             if problem := chosen.by_sizes.compare():
-                self._route.put(self._own)
-                self._machine.change(GraphState.SETTLED)
-                chosen.tell_wrong(problem, self.name)
-                self._keep_that_eager_runs(problem)
+                self._give_up(chosen, problem)
         return Next.NOTHING
+
+    def _give_up(self, chosen: Chosen, problem: str) -> None:
+        """Let no call go to what was chosen, whether it was decided on or is on trial."""
+        if not self._machine.change(GraphState.SETTLED, lambda: self._let_own_answer(chosen)):
+            self._let_own_answer(chosen)
+        self._kept.forget()
+        chosen.tell_wrong(problem, self.name)
+        self._keep_that_eager_runs(problem)
+
+    def _let_own_answer(self, chosen: Chosen) -> None:
+        chosen.leave_to(self._own)
+        self._route.put(self._own)
 
     # --- in a call ------------------------------------------------------------------------------
 

@@ -66,11 +66,12 @@ class LifeReport:
     def refused(self, problem: str) -> None:
         """Dynamo's own graph answers all calls."""
         self.tell_state(GraphState.REFUSED)
-        self.data.settled = True
-        self.data.instead = f"Dynamo's own graph runs: {problem}"
-        log.info("fuseboard: %s: %s", self.data.frame, self.data.instead)
-        emit(self.data)
-        tell_settled(self.data)
+        for report in self._shown:
+            report.settled = True
+            report.instead = f"Dynamo's own graph runs: {problem}"
+            log.info("fuseboard: %s: %s", report.frame, report.instead)
+            emit(report)
+        tell_settled(*self._shown)
 
     def dynamo_won(self, reports: Sequence[GraphReport]) -> None:
         """Nothing that was compiled is faster.

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fuseboard.run.codegen import Source
-from fuseboard.run.route import Route
 from fuseboard.run.sizes import bucket_source, size_sources, symbol_sources
 from fuseboard.torch_api.symbols import GuardWatch
 
@@ -102,11 +101,12 @@ class SizeCondition:
 
     def text(self) -> str:
         """The terms as one expression of ``args``."""
-        if not self.terms:
-            return "True"
         names = ", ".join(self.symbols)
-        terms = " and ".join(f"({term})" for term in self.terms)
-        return f"(lambda {names}: {terms})({', '.join(self.symbols.values())})"
+        return f"(lambda {names}: {self.joined()})({', '.join(self.symbols.values())})"
+
+    def joined(self) -> str:
+        """The terms as one expression of the symbols."""
+        return " and ".join(f"({term})" for term in self.terms) or "True"
 
 
 #: What torch's printer of expressions calls.
@@ -129,20 +129,28 @@ class SizeRoute:
         self, condition: SizeCondition, program: Run, outside: Run, unseen: Run | None
     ) -> None:
         self.seen: set[Any] = set()
-        inner = Route(program)
-        self.put = inner.put
         source = Source()
         source.globals.update(_FUNCTIONS)
         name = source.unique("by_sizes")
         if condition.terms:
-            source.line(f"if not {condition.text()}:")
+            terms = condition.joined()
+            for symbol, text in condition.symbols.items():
+                if re.search(rf"\b{symbol}\b", terms):
+                    source.line(f"{symbol} = {text}")
+            source.line(f"if not ({terms}):")
             source.line(f"return {source.bind(outside, 'outside')}(*args)", 2)
         if unseen is not None:
             source.line(f"bucket = {condition.bucket}")
             source.line(f"if bucket not in {source.bind(self.seen, 'seen')}:")
             source.line(f"return {source.bind(unseen, 'unseen')}(bucket, *args)", 2)
-        source.line(f"return {source.bind(inner.run, 'program')}(*args)")
+        place = source.bind_apart(program, "program")
+        source.line(f"return {place}(*args)")
         self.run: Run = source.function(name, "*args")
+
+        def put(program: Run) -> None:
+            source.globals[place] = program
+
+        self.put = put
 
 
 def _function(expression: str) -> Callable[[Sequence[Any]], Any]:

@@ -1,8 +1,10 @@
 """The life of a graph that is compiled beside its calls: its states, and how they change.
 
-    watching ──► loading ──► trialling ──► settled
+        ┌───────────┬────────────┬──────► refused
         │           │            │
-        └───────────┴────────────┴──────► refused
+    watching ◄──► loading ──► trialling
+        │           │            │
+        └───────────┴────────────┴──────► settled
 
 One table says which change is possible; :class:`Life` is the only one to make it. Reports tell the
 state and are never asked for it.
@@ -33,7 +35,7 @@ TRANSITIONS: dict[GraphState, frozenset[GraphState]] = {
     GraphState.LOADING: frozenset(
         {GraphState.TRIALLING, GraphState.SETTLED, GraphState.REFUSED, GraphState.WATCHING}
     ),
-    GraphState.TRIALLING: frozenset({GraphState.SETTLED}),
+    GraphState.TRIALLING: frozenset({GraphState.SETTLED, GraphState.REFUSED}),
     GraphState.SETTLED: frozenset(),
     GraphState.REFUSED: frozenset(),
 }
