@@ -243,7 +243,7 @@ def test_it_is_left_out_where_memory_is_short(monkeypatch):
 )
 def test_memory_that_runs_short_is_no_difference(error, monkeypatch):
     """It is the results of the first run that the second has too little memory beside."""
-    run, ran = fuseboard.capture.comparison._results, []
+    run, ran = fuseboard.capture.comparison.results_of, []
 
     def short(*args):
         ran.append(1)
@@ -251,7 +251,7 @@ def test_memory_that_runs_short_is_no_difference(error, monkeypatch):
             raise error
         return run(*args)
 
-    monkeypatch.setattr(fuseboard.capture.comparison, "_results", short)
+    monkeypatch.setattr(fuseboard.capture.comparison, "results_of", short)
     assert compiled(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
     assert len(ran) == 2
     assert not all_trips()
@@ -271,9 +271,9 @@ def test_memory_for_copies_of_what_is_written_to_is_counted(monkeypatch):
 def test_weights_are_not_copied(monkeypatch):
     """Nothing writes to them, and a model's may fill the memory."""
     copied = []
-    keep = fuseboard.capture.comparison.strided_copy
+    keep = fuseboard.capture.side_runs.strided_copy
     monkeypatch.setattr(
-        fuseboard.capture.comparison,
+        fuseboard.capture.side_runs,
         "strided_copy",
         lambda value: copied.append(value.shape) or keep(value),
     )

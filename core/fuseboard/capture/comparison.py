@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from fuseboard.capture.original import forward_of
+from fuseboard.capture.side_runs import ITS_OWN, CannotCompare, Copies, results_of
 from fuseboard.contracts import Boxed
 from fuseboard.errors import CONTAINED
 from fuseboard.ops.draws import draws
 from fuseboard.ops.effects import has_effects
-from fuseboard.profile.judge.copies import view_like
 from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
 from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.rules import reached_by
@@ -29,7 +28,6 @@ from fuseboard.profile.judge.same_results import Disturbances, difference
 from fuseboard.profile.judge.spread import Spread
 from fuseboard.run.captured_graph import CapturedGraph, all_running
 from fuseboard.run.failure import describe
-from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
@@ -40,14 +38,6 @@ Spreads = dict[str, Spread]
 
 #: Modules of functions that a graph of Dynamo's calls without effects on anything but tensors.
 _PLAIN = frozenset({"_operator", "operator", "math", "builtins", "torch"})
-
-
-#: Whose memory a result is in.
-_ITS_OWN = "its own"
-
-
-class CannotCompare(Exception):
-    """The two can't be run beside the call that is compiled; the text says why."""
 
 
 class CaptureCheck:
@@ -91,7 +81,7 @@ class CaptureCheck:
             return "it has other results"
         disturbed = Disturbances(partial(self._captured, own), got)
         for name, value in got.items():
-            if want[name] is _ITS_OWN:  # where captured results share memory, runners clone one
+            if want[name] is ITS_OWN:  # where captured results share memory, runners clone one
                 continue
             if problem := difference(value, want[name], disturbed.spreads(name)):
                 return f"{name} {problem}"
@@ -118,7 +108,7 @@ class CaptureCheck:
                 return self._proven_difference(own, want, got)
         return ""
 
-    def _is_as_before(self, inputs: _Copies, want: dict[str, Any]) -> bool:
+    def _is_as_before(self, inputs: Copies, want: dict[str, Any]) -> bool:
         """Whether Dynamo's graph still gives what it gave: nobody wrote to its inputs since."""
         again = self._eager(inputs)
         if isinstance(again, BaseException) or list(again) != list(want):
@@ -146,9 +136,7 @@ class CaptureCheck:
                 found[name] = spread
         return found
 
-    def _as_they_run(
-        self, inputs: _Copies
-    ) -> tuple[dict[str, Any], dict[str, Any] | BaseException]:
+    def _as_they_run(self, inputs: Copies) -> tuple[dict[str, Any], dict[str, Any] | BaseException]:
         """The results of Dynamo's graph, and those of what runs the calls."""
         nodes = [node for captured in self._captured_graphs for node in captured.graph.graph.nodes]
         if any(map(_may_draw, nodes)):
@@ -161,18 +149,18 @@ class CaptureCheck:
         try:
             with generators_put_back(), without_anomaly_mode():
                 with torch_internals.first_call_unwatched():
-                    _results(self._compiled, inputs)
-                return want, _results(self._compiled, inputs)
+                    results_of(self._compiled, inputs)
+                return want, results_of(self._compiled, inputs)
         except CONTAINED as error:
             return want, error
 
-    def _disturbances(self, inputs: _Copies) -> Disturbances:
+    def _disturbances(self, inputs: Copies) -> Disturbances:
         captured = self._captured(inputs)
         if isinstance(captured, BaseException):
             raise CannotCompare(f"op by op it raises {describe(captured)}")
         return Disturbances(partial(self._captured, inputs), captured)
 
-    def _proven_difference(self, inputs: _Copies, want: dict[str, Any], got: dict[str, Any]) -> str:
+    def _proven_difference(self, inputs: Copies, want: dict[str, Any], got: dict[str, Any]) -> str:
         """The first difference that disturbed roundings don't explain."""
         disturbed = self._disturbances(inputs)
         for name, value in want.items():
@@ -189,16 +177,16 @@ class CaptureCheck:
         :raises CannotCompare: such calls can't be made.
         """
         self._must_not_write_to_held()
-        return partial(_results, run or self._compiled, self._inputs(inputs))
+        return partial(results_of, run or self._compiled, self._inputs(inputs))
 
-    def _eager(self, inputs: _Copies) -> dict[str, Any] | BaseException:
+    def _eager(self, inputs: Copies) -> dict[str, Any] | BaseException:
         try:
             with generators_put_back(), without_anomaly_mode():
-                return _results(self._run_dynamo_graph, inputs)
+                return results_of(self._run_dynamo_graph, inputs)
         except CONTAINED as error:  # the user's own, or a limit of eager's
             return _not_of_memory(error)
 
-    def _captured(self, inputs: _Copies, seed: int | None = None) -> dict[str, Any] | BaseException:
+    def _captured(self, inputs: Copies, seed: int | None = None) -> dict[str, Any] | BaseException:
         """:param seed: disturb roundings by that."""
 
         def how(captured: CapturedGraph) -> Boxed:
@@ -207,11 +195,11 @@ class CaptureCheck:
         try:
             running = all_running(self._captured_graphs, how)
             with generators_put_back(), without_anomaly_mode(), running:
-                return _results(self._compiled, inputs)
+                return results_of(self._compiled, inputs)
         except CONTAINED as error:
             return _not_of_memory(error)
 
-    def _inputs(self, inputs: Sequence[Any]) -> _Copies:
+    def _inputs(self, inputs: Sequence[Any]) -> Copies:
         values = []
         for value in inputs:
             if why := why_unknown(value):
@@ -227,7 +215,7 @@ class CaptureCheck:
         grads = torch.is_grad_enabled()
         if any(value.is_inference() and (grads or value.requires_grad) for value in tensors):
             raise CannotCompare("an input was made in inference mode")
-        return _Copies(values, self._written)
+        return Copies(values, self._written)
 
     def _must_be_comparable(self) -> None:
         if torch_modes.saved_tensor_hooks_are_set():
@@ -262,7 +250,7 @@ class CaptureCheck:
             if self._fast_random and any(what.random for what in reached):
                 raise CannotCompare("its random numbers needn't be eager's")
 
-    def _must_have_room(self, inputs: _Copies) -> None:
+    def _must_have_room(self, inputs: Copies) -> None:
         """Eager holds what it does anyway; the results of both runs come on top, and copies."""
         graphs = [captured.graph for captured in self._captured_graphs]
         if why := why_no_room("running both", graphs, inputs.copied_bytes, runs=2):
@@ -290,119 +278,6 @@ def _is_held(node: Node, owner: GraphModule) -> bool:
     """Whether a node is a tensor that a graph holds."""
     held = getattr(owner, str(node.target), None) if node.op == "get_attr" else None
     return isinstance(held, torch.Tensor)
-
-
-# --- running --------------------------------------------------------------------------------------
-
-
-class _Copies:
-    """Inputs for runs beside a call: those that are written to, or share memory with these; copied.
-
-    :ivar anew: positions of the copied ones.
-    :raises CannotCompare: an input can't be replaced by a copy.
-    """
-
-    def __init__(self, values: Sequence[Any], written: frozenset[int] | None) -> None:
-        self._values = values
-        tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        places = [i for i in tensors if written is None or i in written]
-        addresses = {torch_internals.storage_address(values[i]) for i in places}
-        self.anew = {i for i in tensors if torch_internals.storage_address(values[i]) in addresses}
-        if torch.is_grad_enabled() and any(
-            values[i].requires_grad and not values[i].is_leaf for i in self.anew
-        ):
-            raise CannotCompare("an input that is written to has a gradient that others computed")
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the copies; a view is copied with all of its storage."""
-        storages = [self._values[i].untyped_storage() for i in self.anew]
-        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
-
-    def made(self) -> list[Any]:
-        """New inputs that alias each other as the original ones do."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        made: dict[int, Any] = {}  # one object given twice stays one
-        return [
-            made.setdefault(id(value), self._made(i, value, storages))
-            if isinstance(value, torch.Tensor)
-            else value
-            for i, value in enumerate(self._values)
-        ]
-
-    def _made(self, number: int, value: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
-        if number not in self.anew and not torch.is_grad_enabled():
-            return value  # what is prepared from weights belongs to these very tensors
-        copy = value.detach()
-        if number in self.anew:
-            address = torch_internals.storage_address(value)
-            if address not in storages:
-                storages[address] = value.untyped_storage().clone()
-            copy = view_like(value, storages[address], value.storage_offset())
-        return copy.requires_grad_(value.requires_grad)
-
-
-def _results(run: Run, inputs: _Copies) -> dict[str, Any]:
-    """What a call gives and leaves, by names for people: results, what it wrote to, gradients."""
-    given = inputs.made()
-    results = tree_leaves(run(*given))
-    found = {f"output {i}": value for i, value in enumerate(results)}
-    found |= {f"input {i} after the call": given[i] for i in sorted(inputs.anew)}
-    found = {name: _kept(value) for name, value in found.items()}
-    found |= _memory(results, given)
-    if torch.is_grad_enabled():
-        found |= _gradients(results, given)
-        torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
-    return found
-
-
-def _memory(results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, str]:
-    """Whose memory each result is in: an input's, an earlier result's, or its own."""
-    owners: dict[int, str] = {}
-    found = {}
-    for i, value in enumerate(inputs):
-        if _has_memory(value):
-            owners.setdefault(torch_internals.storage_address(value), f"input {i}'s")
-    for i, value in enumerate(results):
-        if _has_memory(value):
-            address = torch_internals.storage_address(value)
-            found[f"the memory of output {i}"] = owners.get(address, _ITS_OWN)
-            owners.setdefault(address, f"output {i}'s")
-    return found
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() > 0
-
-
-def _kept(value: Any) -> Any:
-    """A result as it is now; a backward may write to it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.layout != torch.strided or value.is_quantized:
-        return None
-    return strided_copy(value).requires_grad_(value.requires_grad)
-
-
-def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, Any]:
-    ends = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad and r.grad_fn]
-    wanted = {
-        i: value
-        for i, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
-    }
-    if not ends or not wanted:
-        return {}
-    given = list(map(_uneven, ends))
-    with torch_modes.without_autocast():
-        grads = torch.autograd.grad(ends, list(wanted.values()), given, allow_unused=True)
-    return {f"the gradient of input {i}": g for i, g in zip(wanted, grads, strict=True)}
-
-
-def _uneven(result: torch.Tensor) -> torch.Tensor:
-    """A gradient for a result that doesn't hide what moves from one element to another."""
-    steps = torch.arange(result.numel(), dtype=torch.float64, device=result.device)
-    return (1 + 0.5 * steps.sin()).to(result.dtype).reshape(result.shape)
 
 
 # --- errors ---------------------------------------------------------------------------------------

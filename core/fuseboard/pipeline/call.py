@@ -14,9 +14,10 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.capture import mixed_norms, unfit_calls, unfit_graphs
-from fuseboard.capture.comparison import CannotCompare, CaptureCheck
+from fuseboard.capture.comparison import CaptureCheck
 from fuseboard.capture.gradients import Gradients
 from fuseboard.capture.original import fix_negative_bases, forward_of
+from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import CONTAINED, LoweringError, PluginError
 from fuseboard.lower.specialise import compile_lock

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fuseboard.capture.comparison import CannotCompare
+from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.errors import CONTAINED
 from fuseboard.forks import fork_safe_lock
 from fuseboard.pipeline.call import Compiled

@@ -20,8 +20,8 @@ from torch.fx import GraphModule
 
 from fuseboard.beside import beside
 from fuseboard.board import Session
-from fuseboard.capture.comparison import CannotCompare
 from fuseboard.capture.original import forward_of
+from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.errors import CONTAINED
 from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background

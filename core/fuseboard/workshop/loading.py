@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fuseboard.board import Session
-from fuseboard.capture.comparison import CannotCompare
+from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.errors import CONTAINED, LoweringError
 from fuseboard.lower.caching import Deferred
 from fuseboard.pipeline.call import Compiled

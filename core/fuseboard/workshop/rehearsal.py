@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fuseboard.board import board, register
-from fuseboard.capture.comparison import CannotCompare
+from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.errors import CONTAINED
 from fuseboard.lower.guards import keeping_sizes
 from fuseboard.report.data import GraphReport, ledger
