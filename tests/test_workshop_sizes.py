@@ -337,8 +337,8 @@ def test_nobody_waits_for_a_graph_of_one_size_that_gets_no_more_calls():
     (left,), (other,), (any_size,) = before - after, before & after, after - before
     assert left._kept.has_the_weights_of(any_size._kept)
     assert not other._kept.has_the_weights_of(any_size._kept)
-    assert left._sizes is None
-    assert any_size._sizes is not None
+    assert left._graph.sizes is None
+    assert any_size._graph.sizes is not None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system with fork")

@@ -19,6 +19,7 @@ from fuseboard.torch_api.dynamo_graphs import Tracing, tracing_apart
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.admission import why_not_kept
+from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.sizes import SizeCondition, SizeRoute
 
 Run = Callable[..., Any]
@@ -90,29 +91,22 @@ class NotCompiled(Exception):
     """Nothing that could answer calls came of it; the text says why."""
 
 
-def compile_here(
-    session: Session,
-    graph: GraphModule,
-    inputs: Sequence[Any],
-    sizes: CallSizes | None,
-    frame: str,
-    own: Run,
-    why: str,
-) -> tuple[Compiled, Run]:
+def compile_here(graph: DynamoGraph, inputs: Sequence[Any], why: str) -> tuple[Compiled, Run]:
     """Compile a graph within a call of the user's; with what then answers calls of all sizes.
 
-    Each program checks its first calls of other sizes itself.
+    Each program checks its first calls of other sizes itself. Dynamo's graph answers what they
+    aren't good for.
 
-    :param own: Dynamo's graph, which answers what the program isn't good for.
     :param why: it isn't done beside calls.
     :raises NotCompiled: it can't be done.
     """
     if why_not := next(filter(None, map(why_not_kept, inputs)), ""):
         raise NotCompiled(f"{why}; {why_not}")
+    session = graph.session
     session.notes.append(f"tried within calls, not beside them: {why}")
     try:
         with StateGuard():
-            apart = compile_apart(session, graph, inputs, sizes, frame)
+            apart = compile_apart(session, graph.graph, inputs, graph.sizes, graph.frame)
         condition = apart.condition()
     except CONTAINED as error:
         raise NotCompiled(describe(error)) from error
@@ -121,5 +115,5 @@ def compile_here(
     apart.learn_no_more()
     run = apart.compiled.run
     if condition is not None:
-        run = SizeRoute(condition, run, own, None).run
+        run = SizeRoute(condition, run, graph.run, None).run
     return apart.compiled, run

@@ -4,17 +4,15 @@ Dynamo's own graph won, the reports of what lost."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.fx import GraphModule
 
-from fuseboard.board import Session
 from fuseboard.lower.artifacts import Key, Store, store_at
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.report.data import CandidateReport, GraphReport
-from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_call import KeptCall
 from fuseboard.workshop.request import Answer
 
@@ -29,25 +27,25 @@ class KeptAnswers:
     @classmethod
     def of(
         cls,
-        session: Session,
-        graph: GraphModule,
+        graph: DynamoGraph,
         report: GraphReport,
         call: KeptCall,
         inputs: Sequence[torch.Tensor | int],
-        static: Collection[int],
-        sizes: CallSizes | None,
     ) -> KeptAnswers:
         """The place of a graph's answer, by all that the choice depends on.
 
-        :param graph: Dynamo's.
         :param inputs: of ``call``.
-        :param static: positions of those that are parameters or buffers.
-        :param sizes: what Dynamo knows of the inputs' sizes; None where these are plain.
         """
         stored = StoredDecision.of_dynamo_graph(
-            session, graph, report, inputs, static, sizes, call.described()
+            graph.session,
+            graph.graph,
+            report,
+            inputs,
+            graph.static,
+            graph.sizes,
+            call.described(),
         )
-        settings = session.settings
+        settings = graph.session.settings
         return cls(stored, store_at(settings.cache_dir, settings.cache_size_mb))
 
     def find(self) -> Answer | None:

@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 
 from fuseboard.beside import beside
 from fuseboard.board import Session
-from fuseboard.capture.original import forward_of
 from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.errors import CONTAINED
 from fuseboard.forks import fork_safe_lock
@@ -30,17 +29,16 @@ from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import describe
 from fuseboard.run.route import Route
-from fuseboard.torch_api import dynamo_graphs as torch_capture
 from fuseboard.torch_api.call_sizes import CallSizes
-from fuseboard.torch_api.frames import frame_title
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.workshop.asking import make_request
 from fuseboard.workshop.by_sizes import BySizes
 from fuseboard.workshop.chosen import Chosen
 from fuseboard.workshop.compiling import NotCompiled, compile_here
 from fuseboard.workshop.desk import Next, desk
+from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_answers import KeptAnswers
-from fuseboard.workshop.kept_call import CannotKeep, KeptCall
+from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
 from fuseboard.workshop.reporting import LifeReport
 from fuseboard.workshop.request import Answer, Request
@@ -74,15 +72,10 @@ class Life:
         sizes: CallSizes | None = None,
     ) -> None:
         self.limit_s = session.settings.hook_limit_s
-        self._session = session
-        self._graph = graph
-        self._own = forward_of(graph)
-        self._static = torch_capture.static_positions(graph)
-        self._sizes = sizes
-        weights = {i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
-        self._weights = self._static | weights
-        self._kept = self._keep(inputs)
-        self._frame = frame_title()
+        self._margin = session.settings.margin
+        self._graph = DynamoGraph.of_call(session, graph, inputs, sizes)
+        self._own = self._graph.run
+        self._kept = self._graph.keep(inputs)
         self._context = copy_context()
         self._machine = StateMachine()
         self._compiling = fork_safe_lock()
@@ -100,23 +93,19 @@ class Life:
         training = self._kept.grads and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in inputs
         )
-        self._report = LifeReport(session, self._frame, "forward" if training else "inference")
+        self._report = LifeReport(
+            session, self._graph.frame, "forward" if training else "inference"
+        )
         self._training = training
         self._watching = Watching(self._own, training)
         self._route = Route(self._begin_with)
         self.run = self._route.run
 
-    def _keep(self, inputs: Sequence[Any]) -> KeptCall:
-        """
-        :raises CannotKeep: it would take too much memory.
-        """
-        return KeptCall(inputs, self._weights, "as_strided" in self._graph.code)
-
     def begin(self) -> Run:
         """What answers the calls from now on."""
         self._report.show()
         background.add(self)
-        if self._sizes is not None:
+        if self._graph.sizes is not None:
             self._take_calls_over()
         return self.run
 
@@ -126,12 +115,12 @@ class Life:
         Their trials would need calls that don't come.
         """
         for graph in background.unsettled():
-            if isinstance(graph, Life) and graph._sizes is None and graph._is_of_call(self):
+            if isinstance(graph, Life) and graph._graph.sizes is None and graph._is_of_call(self):
                 background.leave(graph)
 
     def _is_of_call(self, other: Life) -> bool:
         """Whether it is of the same function, on the same weights."""
-        frames = [one._frame.partition("/")[0] for one in (self, other)]
+        frames = [one._graph.frame.partition("/")[0] for one in (self, other)]
         return frames[0] == frames[1] and self._kept.has_the_weights_of(other._kept)
 
     def _begin_with(self, *args: Any) -> Any:
@@ -231,15 +220,7 @@ class Life:
             if inputs is None:
                 self.fail("a weight is gone")
                 return Next.NOTHING
-            self._answers = KeptAnswers.of(
-                self._session,
-                self._graph,
-                self._report.data,
-                self._kept,
-                inputs,
-                self._static,
-                self._sizes,
-            )
+            self._answers = KeptAnswers.of(self._graph, self._report.data, self._kept, inputs)
             known = self._answers.find() if self._may_look else None
             self._is_recalled = known is not None
             return self._answered(known) if known is not None else Next.ASK
@@ -247,15 +228,7 @@ class Life:
     def request(self, directory: Path) -> Request | Answer:
         """What to ask the workshop, or its answer where it can't be asked."""
         with beside():
-            return self._context.copy().run(
-                make_request,
-                self._session,
-                self._graph,
-                self._kept,
-                self._sizes,
-                self._frame,
-                directory,
-            )
+            return self._context.copy().run(make_request, self._graph, self._kept, directory)
 
     def answered(self, answer: Answer) -> Next:
         """Take what the workshop found."""
@@ -304,7 +277,7 @@ class Life:
                     self._wants_call = False
                     self._route.put(self._watch)
                     try:
-                        self._kept = self._keep(args)
+                        self._kept = self._graph.keep(args)
                     except CannotKeep as error:
                         self.fail(str(error))
                     else:
@@ -337,15 +310,7 @@ class Life:
 
     def _compile(self, inputs: Sequence[Any]) -> None:
         try:
-            compiled, run = compile_here(
-                self._session,
-                self._graph,
-                inputs,
-                self._sizes,
-                self._frame,
-                self._own,
-                self._why_here,
-            )
+            compiled, run = compile_here(self._graph, inputs, self._why_here)
         except NotCompiled as error:
             self.fail(str(error))
             return
@@ -368,9 +333,7 @@ class Life:
         assert program is not None
         with beside():
             try:
-                compiled, condition = load(
-                    program, self._session, self._graph, self._kept, self._frame, number
-                )
+                compiled, condition = load(program, self._graph, self._kept, number)
             except CannotKeep as error:
                 self.fail(str(error))
             except NotLoaded as error:
@@ -412,14 +375,14 @@ class Life:
             self._settle_on(chosen.run)
             self._report.settled(COMPILED)
         else:
-            answers = chosen.in_turn_with(self._own, self._session.settings.margin, self._decide)
+            answers = chosen.in_turn_with(self._own, self._margin, self._decide)
             self._machine.change(GraphState.TRIALLING, lambda: self._route.put(answers))
 
     def _as_chosen(self, compiled: Compiled, condition: SizeCondition | None) -> Chosen:
         if condition is None:
             return Chosen(compiled, compiled.run)
         own = self._watch
-        by_sizes = BySizes(compiled, condition, own, self._keep, self._ask_to_compare)
+        by_sizes = BySizes(compiled, condition, own, self._graph.keep, self._ask_to_compare)
         if (inputs := self._kept.inputs()) is not None:
             by_sizes.is_right_for(inputs)
         return Chosen(compiled, by_sizes.run, by_sizes)

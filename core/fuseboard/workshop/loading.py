@@ -9,9 +9,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from torch.fx import GraphModule
-
-from fuseboard.board import Session
 from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.errors import CONTAINED, LoweringError
 from fuseboard.lower.caching import Deferred
@@ -21,6 +18,7 @@ from fuseboard.run.failure import describe, trip
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.carried import CarriedProgram, NotCarried, unpack
+from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
 from fuseboard.workshop.sizes import SizeCondition
 
@@ -52,15 +50,14 @@ class ComputesOtherwise(NotLoaded):
 
 
 def load(
-    data: bytes, session: Session, graph: GraphModule, call: KeptCall, frame: str, number: int
+    data: bytes, graph: DynamoGraph, call: KeptCall, number: int
 ) -> tuple[Compiled, SizeCondition | None]:
     """Make again what :func:`fuseboard.workshop.carried.pack` packed, and call it.
 
     Returned with the condition on the sizes of the calls that it answers.
 
-    :param graph: Dynamo's, of this process.
+    :param graph: of this process.
     :param call: on its inputs it is called, and Dynamo's graph, to compare their results.
-    :param frame: names the user's function in reports.
     :param number: of the backend's call.
     :raises NotLoaded: it can't be made, or computes something else.
     :raises CannotKeep: the call can't be made any more.
@@ -70,14 +67,16 @@ def load(
         raise CannotKeep("a weight is gone")
     try:
         with call.entered(), StateGuard(), eager_view_strides():
-            compiled, carried = unpack(data, session, graph, inputs, frame, number)
+            compiled, carried = unpack(
+                data, graph.session, graph.graph, inputs, graph.frame, number
+            )
             problem = _first_call(compiled, carried, inputs)
     except CannotKeep:
         raise
     except (NotCarried, LoweringError, Deferred) as error:
         raise NotLoaded(str(error)) from error
     except CONTAINED as error:  # a plugin's, or a bug of the board's
-        log.warning("fuseboard: %s can't be loaded: %s", frame, describe(error))
+        log.warning("fuseboard: %s can't be loaded: %s", graph.frame, describe(error))
         raise NotLoaded(describe(error)) from error
     if problem:
         raise ComputesOtherwise(problem, compiled)
