@@ -24,8 +24,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Fusion
-from fuseboard.fuse.attention_forms import Attention, Operand, around, softmaxes
+from fuseboard.fuse.attention_forms import Attention, around, softmaxes
 from fuseboard.fuse.interruptions import has_effects, interrupted
+from fuseboard.fuse.reading import Operand, value_of
 from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.attention import MASKS, NO_WEIGHT, Step, attention, written
@@ -61,7 +62,7 @@ def _opens_a_level(node: Node) -> bool:
 
 
 def _fits(found: Attention) -> bool:
-    wanted, product = (_value(one) for one in (found.result, found.product))
+    wanted, product = (value_of(one) for one in (found.result, found.product))
     if wanted is None or product is None or not product.dtype.is_floating_point:
         return False
     if interrupted(found.nodes) or math.prod(sizes(product)) < LEAST_SCORES:
@@ -88,18 +89,13 @@ def _fits(found: Attention) -> bool:
     return _is_as_wanted(query, found, wanted)
 
 
-def _value(node: Node) -> torch.Tensor | None:
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
-
-
 def _laid_out(operand: Operand) -> Any:
-    value = _value(operand.node)
+    value = value_of(operand.node)
     return value if value is None or operand.order is None else value.permute(operand.order)
 
 
 def _can_mask(step: Step, found: Attention, query: torch.Tensor) -> bool:
-    value = _value(found.masks[step.mask])
+    value = value_of(found.masks[step.mask])
     if value is None or not 1 <= value.dim() <= query.dim():
         return False
     if step.kind == "add":
@@ -111,7 +107,7 @@ def _can_mask(step: Step, found: Attention, query: torch.Tensor) -> bool:
 
 def _example_mask(found: Attention, query: torch.Tensor) -> torch.Tensor | None:
     """A fake mask like the one that would be given."""
-    values = [value for value in map(_value, found.masks) if value is not None]
+    values = [value for value in map(value_of, found.masks) if value is not None]
     if not values:
         return None
     shape = torch.broadcast_shapes(*(value.shape for value in values))
@@ -228,7 +224,7 @@ def _is_written(result: Node, copies: list[Node]) -> bool:
 
 
 def _memory(node: Node) -> Iterator[int]:
-    if (value := _value(node)) is not None:
+    if (value := value_of(node)) is not None:
         yield storage_address(value)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fuseboard.fuse.attention_einsum import first_product, second_product
+from fuseboard.fuse.reading import Operand, argument, calls, dtype_of, value_of
 from fuseboard.ops.attention import Step
 
 F = torch.nn.functional
@@ -31,14 +33,6 @@ _DROPPED = {F.dropout, torch.dropout}
 _SWAPPED = {torch.transpose, "transpose", "swapaxes", torch.swapaxes}
 _PERMUTED = {torch.permute, "permute"}
 _EINSUM = {torch.einsum, torch.functional.einsum}
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A node read with its dimensions in another order: None means as they are."""
-
-    node: Node
-    order: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -89,7 +83,7 @@ class _Below:
 
 def softmaxes(graph: GraphModule) -> list[Node]:
     """The softmaxes over last dimensions, each of which may be that of an attention."""
-    return [node for node in graph.graph.nodes if _calls(node, _SOFTMAX) and _over_the_last(node)]
+    return [node for node in graph.graph.nodes if calls(node, _SOFTMAX) and _over_the_last(node)]
 
 
 # --- from the softmax -----------------------------------------------------------------------------
@@ -114,7 +108,7 @@ def around(softmax: Node) -> Attention | None:
         if mask not in masks:
             masks.append(mask)
         steps.append(Step(step.kind, step.number, masks.index(mask), step.dtype))
-    steps += [Step("softmax", dtype=_dtype(softmax)), *below.steps]
+    steps += [Step("softmax", dtype=dtype_of(softmax)), *below.steps]
     nodes = [*reversed(above.nodes), softmax, *below.nodes]
     return Attention(
         softmax,
@@ -137,18 +131,18 @@ def _below(softmax: Node) -> _Below | None:
         (reader,) = node.users
         found.nodes.append(reader)
         if _is_cast(reader) and _first(reader) is node:
-            found.steps.append(Step("cast", dtype=_dtype(reader)))
+            found.steps.append(Step("cast", dtype=dtype_of(reader)))
             node = reader
-        elif _calls(reader, _DROPPED) and _first(reader) is node and _drops_nothing(reader):
+        elif calls(reader, _DROPPED) and _first(reader) is node and _drops_nothing(reader):
             node = reader
-        elif _calls(reader, _PRODUCT):
+        elif calls(reader, _PRODUCT):
             left, right = _operands(reader)
             if left is node and isinstance(right, Node) and right is not node:
                 found.value = Operand(right)
                 return found
             return None
-        elif _calls(reader, _EINSUM):
-            second = _second_einsum(reader, node)
+        elif calls(reader, _EINSUM):
+            second = second_product(reader, node)
             if second is None:
                 return None
             found.value, found.result_order = second
@@ -169,24 +163,24 @@ def _above(softmax: Node, below: _Below) -> _Above | None:
         if sum(reader not in below.nodes for reader in node.users) != 1:
             return None
         found.nodes.append(node)
-        if _calls(node, _PRODUCT):
+        if calls(node, _PRODUCT):
             query, transposed = _operands(node)
             if isinstance(query, Node) and isinstance(transposed, Node):
                 found.query, found.key = Operand(query), _transposed(transposed)
                 return found
             return None
-        if _calls(node, _EINSUM):
-            operands = _first_einsum(node)
+        if calls(node, _EINSUM):
+            operands = first_product(node)
             if operands is None:
                 return None
             found.query, found.key = operands
             return found
-        if _calls(node, {torch.baddbmm, "baddbmm"}):
+        if calls(node, {torch.baddbmm, "baddbmm"}):
             return found if _add_baddbmm(node, found, scaled) else None
         if _is_cast(node):
-            found.steps.append((Step("cast", dtype=_dtype(node)), None))
+            found.steps.append((Step("cast", dtype=dtype_of(node)), None))
             node = _first(node)
-        elif _calls(node, _SCALED | _DIVIDED):
+        elif calls(node, _SCALED | _DIVIDED):
             factor = _factor(node)
             if factor is None:
                 return None
@@ -220,17 +214,17 @@ def _add_baddbmm(node: Node, found: _Above, scaled: bool) -> bool:
 
 def _masked(node: Node) -> tuple[Any, str, float, Node] | None:
     """The scores that a mask is put on, and how."""
-    if _calls(node, _SUM) and node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
+    if calls(node, _SUM) and node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
         scores, added = _sides(node)
         return (scores, "add", 0.0, added) if isinstance(added, Node) else None
     args: Any = node.args
-    if _calls(node, _FILLED) and len(args) == 3:
+    if calls(node, _FILLED) and len(args) == 3:
         scores, mask, fill = args
         number = _number(fill)
         if number is None or not isinstance(mask, Node):
             return None
         return scores, "fill", number, mask
-    if _calls(node, _CHOSEN) and len(args) == 3:
+    if calls(node, _CHOSEN) and len(args) == 3:
         # As a method it is called on what is taken where the condition holds.
         is_method = node.op == "call_method"
         first, second, other = args
@@ -255,9 +249,9 @@ def _leads_to_product(node: Any) -> bool:
     for _ in range(6):
         if not isinstance(node, Node) or len(node.users) != 1:
             return False
-        if _calls(node, _PRODUCT | _EINSUM):
+        if calls(node, _PRODUCT | _EINSUM):
             return True
-        if not _calls(node, steps):
+        if not calls(node, steps):
             return False
         node = _scores_of(node)
     return False
@@ -268,14 +262,8 @@ def _leads_to_product(node: Any) -> bool:
 
 def _is_cast(node: Node) -> bool:
     """Whether a node gives the same values in another dtype, but for roundings."""
-    value = _value(node)
-    return _calls(node, _CAST) and value is not None and value.dtype in _FLOATS
-
-
-def _calls(node: Any, targets: set[Any]) -> bool:
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
-        return False
-    return isinstance(node.target, str) == (node.op == "call_method") and node.target in targets
+    value = value_of(node)
+    return calls(node, _CAST) and value is not None and value.dtype in _FLOATS
 
 
 def _first(node: Node) -> Any:
@@ -298,7 +286,7 @@ def _factor(node: Node) -> tuple[str, float] | None:
     first, second = _operands(node)
     if node.kwargs:
         return None
-    if _calls(node, _DIVIDED):
+    if calls(node, _DIVIDED):
         return ("div", float(second)) if isinstance(second, int | float) and second else None
     numbers = [one for one in (first, second) if isinstance(one, int | float)]
     return ("mul", float(numbers[0])) if len(numbers) == 1 else None
@@ -308,17 +296,13 @@ def _number(value: Any) -> float | None:
     """A number, or the one that a tensor of no dimensions is made of."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if _calls(value, {torch.tensor}):
-        return _number(_argument(value, 0, "data"))
-    if _calls(value, {torch.full}):
-        size = _argument(value, 0, "size")
+    if calls(value, {torch.tensor}):
+        return _number(argument(value, 0, "data"))
+    if calls(value, {torch.full}):
+        size = argument(value, 0, "size")
         is_scalar = isinstance(size, tuple | list) and not size
-        return _number(_argument(value, 1, "fill_value")) if is_scalar else None
+        return _number(argument(value, 1, "fill_value")) if is_scalar else None
     return None
-
-
-def _argument(node: Node, place: int, name: str) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
 def _drops_nothing(node: Node) -> bool:
@@ -330,98 +314,30 @@ def _drops_nothing(node: Node) -> bool:
 
 
 def _over_the_last(node: Node) -> bool:
-    dim = _argument(node, 1, "dim")
-    value = _value(node)
+    dim = argument(node, 1, "dim")
+    value = value_of(node)
     return value is not None and dim in (-1, value.dim() - 1)
 
 
-def _value(node: Node) -> torch.Tensor | None:
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    value = _value(node)
-    return None if value is None else value.dtype
-
-
 def _shape(node: Node) -> Any:
-    value = _value(node)
+    value = value_of(node)
     return None if value is None else tuple(value.shape)
 
 
 def _transposed(node: Node) -> Operand:
     """What the second operand of the first product is the transpose of."""
-    value = _value(node)
+    value = value_of(node)
     last = value.dim() - 1 if value is not None else 0
     swapped = (*range(last - 1), last, last - 1)
     dims: Any = None
-    if _calls(node, _SWAPPED):
+    if calls(node, _SWAPPED):
         dims = node.args[1:] or tuple(v for k, v in node.kwargs.items() if k != "input")
-    elif _calls(node, _PERMUTED):
+    elif calls(node, _PERMUTED):
         rest = node.args[1:] or (node.kwargs.get("dims"),)
         dims = rest[0] if isinstance(rest[0], tuple | list) else rest
     base = _first(node)
     if dims is not None and isinstance(base, Node) and all(isinstance(d, int) for d in dims):
         plain = tuple(d % (last + 1) for d in dims)
-        if plain == swapped or (_calls(node, _SWAPPED) and set(plain) == {last, last - 1}):
+        if plain == swapped or (calls(node, _SWAPPED) and set(plain) == {last, last - 1}):
             return Operand(base)
     return Operand(node, swapped)
-
-
-# --- einsum ---------------------------------------------------------------------------------------
-
-
-def _equation(node: Node) -> tuple[str, str, str, Node, Node] | None:
-    """The letters of two operands and of the result, and the operands."""
-    if len(node.args) != 3 or not isinstance(node.args[0], str):
-        return None
-    args: Any = node.args
-    text, left, right = args
-    operands, arrow, result = text.replace(" ", "").partition("->")
-    first, comma, second = operands.partition(",")
-    plain = (first + second + result).isalpha() and arrow and comma
-    if not plain or not isinstance(left, Node) or not isinstance(right, Node):
-        return None
-    unique = all(len(set(word)) == len(word) for word in (first, second, result))
-    return (first, second, result, left, right) if unique else None
-
-
-def _first_einsum(node: Node) -> tuple[Operand, Operand] | None:
-    """Query and key of scores that are laid out as (..., tokens, tokens)."""
-    found = _equation(node)
-    if found is None:
-        return None
-    first, second, result, left, right = found
-    if len(result) < 3:
-        return None
-    batch, of_query, of_key = result[:-2], result[-2], result[-1]
-    contracted = (set(first) & set(second)) - set(result)
-    if len(contracted) != 1:
-        return None
-    (inner,) = contracted
-    if set(first) != {*batch, of_query, inner} or set(second) != {*batch, of_key, inner}:
-        return None
-    query = tuple(first.index(one) for one in (*batch, of_query, inner))
-    key = tuple(second.index(one) for one in (*batch, of_key, inner))
-    return Operand(left, query), Operand(right, key)
-
-
-def _second_einsum(node: Node, probabilities: Node) -> tuple[Operand, tuple[int, ...]] | None:
-    """The value, and how the result's dimensions are ordered."""
-    found = _equation(node)
-    if found is None or found[3] is not probabilities or found[4] is probabilities:
-        return None
-    first, second, result, _, right = found
-    if len(first) < 3:
-        return None
-    batch, of_query, of_key = first[:-2], first[-2], first[-1]
-    sizes = set(second) - set(first)
-    if len(sizes) != 1 or set(second) != {*batch, of_key, *sizes}:
-        return None
-    (size,) = sizes
-    made = (*batch, of_query, size)
-    if sorted(made) != sorted(result):
-        return None
-    value = tuple(second.index(one) for one in (*batch, of_key, size))
-    return Operand(right, value), tuple(made.index(one) for one in result)

@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Fusion
 from fuseboard.fuse.interruptions import interrupted
+from fuseboard.fuse.reading import argument, calls, dtype_of, value_of
 from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops import linear_cross_entropy as ops
@@ -130,14 +131,14 @@ def _takes_layer(found: _Loss, node: Node) -> bool:
     if node.op == "call_function" and node.target is F.linear:
         given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
         hidden, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
-    elif _calls(node, _MATMUL) and len(node.args) == 2 and not node.kwargs:
+    elif calls(node, _MATMUL) and len(node.args) == 2 and not node.kwargs:
         hidden, weight, bias = *node.args, None
         found.by_columns = not _swaps_last(weight)
         weight = weight if found.by_columns else weight.args[0]
     else:
         return False
     if found.bias is not None:
-        if bias is not None or _dtype(found.bias) != _dtype(node):
+        if bias is not None or dtype_of(found.bias) != dtype_of(node):
             return False  # two of them, or one that is added after a cast
     else:
         found.bias = bias
@@ -148,12 +149,12 @@ def _takes_layer(found: _Loss, node: Node) -> bool:
 
 def _passes_rows(found: _Loss, node: Node) -> bool:
     """Whether each row of a node's result is one of what it is computed from, wider at most."""
-    value, before = _value(node), _value(node.args[0]) if node.args else None
+    value, before = value_of(node), value_of(node.args[0]) if node.args else None
     if value is None or before is None:
         return False
-    if _calls(node, _SUM):
+    if calls(node, _SUM):
         return _adds_bias(found, node)
-    if _calls(node, _CASTS):
+    if calls(node, _CASTS):
         same = value.shape == before.shape and value.device == before.device
         return same and torch.promote_types(value.dtype, before.dtype) == value.dtype
     classes = before.shape[-1] if before.dim() else None
@@ -161,7 +162,7 @@ def _passes_rows(found: _Loss, node: Node) -> bool:
         return False
     if value.shape[-1] != classes or value.dtype != before.dtype:
         return False
-    if not _calls(node, _VIEWS) and not _slices_rows(node, before.dim()):
+    if not calls(node, _VIEWS) and not _slices_rows(node, before.dim()):
         return False
     found.moves.insert(0, node)
     return True
@@ -171,10 +172,10 @@ def _adds_bias(found: _Loss, node: Node) -> bool:
     """Whether a node adds a number for each class, which is then noted."""
     if found.bias is not None or len(node.args) != 2 or node.kwargs:
         return False
-    logits, bias = _value(node.args[0]), _value(node.args[1])
+    logits, bias = value_of(node.args[0]), value_of(node.args[1])
     if logits is None or bias is None or bias.dim() != 1 or bias.shape[0] != logits.shape[-1]:
         return False
-    value = _value(node)
+    value = value_of(node)
     assert value is not None
     found.bias = node.args[1]  # type: ignore[assignment]
     return value.dtype == logits.dtype == bias.dtype
@@ -219,8 +220,8 @@ def _fits(found: _Loss) -> bool:
 
 def _fits_values(found: _Loss) -> bool:
     arguments = found.arguments
-    hidden, weight, loss = _value(found.hidden), _value(found.weight), _value(found.loss)
-    logits, target = _value(arguments["input"]), _value(arguments["target"])
+    hidden, weight, loss = value_of(found.hidden), value_of(found.weight), value_of(found.loss)
+    logits, target = value_of(arguments["input"]), value_of(arguments["target"])
     if hidden is None or weight is None or loss is None or logits is None or target is None:
         return False
     if target.dtype != torch.int64 or target.dim() != logits.dim() - 1:
@@ -231,10 +232,10 @@ def _fits_values(found: _Loss) -> bool:
         return False
     class_weight = arguments["weight"]
     if class_weight is not None:
-        own = _value(class_weight)
+        own = value_of(class_weight)
         if own is None or own.dtype != loss.dtype:
             return False
-    if found.bias is not None and _value(found.bias) is None:
+    if found.bias is not None and value_of(found.bias) is None:
         return False
     return math.prod(sizes(logits)) * loss.dtype.itemsize >= LEAST_BYTES
 
@@ -248,8 +249,8 @@ def _rows_can_move(found: _Loss) -> bool:
 
 def _views_to_write(found: _Loss) -> list[Node]:
     """Those before a slice. The others make one matrix of all rows, as is done anyway."""
-    slices = [place for place, node in enumerate(found.moves) if not _calls(node, _VIEWS)]
-    return [n for n in found.moves[: slices[-1] if slices else 0] if _calls(n, _VIEWS)]
+    slices = [place for place, node in enumerate(found.moves) if not calls(node, _VIEWS)]
+    return [n for n in found.moves[: slices[-1] if slices else 0] if calls(n, _VIEWS)]
 
 
 # --- what stands in its place ---------------------------------------------------------------------
@@ -297,7 +298,7 @@ def _moved(write: Writer, found: _Loss) -> Node:
     for node in found.moves:
         if node in views:
             rows = write.method("reshape", rows, (*node.meta["val"].shape[:-1], width))
-        elif not _calls(node, _VIEWS):
+        elif not calls(node, _VIEWS):
             rows = write.function(operator.getitem, rows, node.args[1])
     return rows if _rank(rows) == 2 else write.method("reshape", rows, (-1, width))
 
@@ -314,50 +315,33 @@ def _cast(write: Writer, node: Node | None, dtype: torch.dtype) -> Node | None:
 
 def _gradients(found: _Loss, dtype: torch.dtype) -> list[bool]:
     """Which gradients the op computes with the loss; its backward computes others."""
-    value = _value(found.loss)
+    value = value_of(found.loss)
     one_factor = found.arguments["reduction"] != "none" and dtype != torch.float16
     if value is None or not value.requires_grad or not one_factor:
         return [False, False, False]
-    operands = map(_value, (found.hidden, found.weight, found.bias))
+    operands = map(value_of, (found.hidden, found.weight, found.bias))
     return [one is not None and one.requires_grad for one in operands]
 
 
 # --- nodes ----------------------------------------------------------------------------------------
 
 
-def _calls(node: Any, targets: set[Any]) -> bool:
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
-        return False
-    return isinstance(node.target, str) == (node.op == "call_method") and node.target in targets
-
-
-def _value(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _dtype(node: Any) -> torch.dtype | None:
-    value = _value(node)
-    return None if value is None else value.dtype
-
-
 def _rank(node: Any) -> int:
-    value = _value(node)
+    value = value_of(node)
     return -1 if value is None else value.dim()
 
 
 def _is_log_softmax(node: Any) -> bool:
     """Whether a node is that of a matrix, over its columns."""
-    if not _calls(node, _LOG_SOFTMAX) or _rank(node) != 2:
+    if not calls(node, _LOG_SOFTMAX) or _rank(node) != 2:
         return False
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return dim in (1, -1) and bool(node.args)
+    return argument(node, 1, "dim") in (1, -1) and bool(node.args)
 
 
 def _swaps_last(node: Any) -> bool:
     """Whether a node is another one with its last two dimensions swapped."""
     rank = _rank(node)
-    if not _calls(node, _SWAPS) or not node.args or node.kwargs or rank < 2:
+    if not calls(node, _SWAPS) or not node.args or node.kwargs or rank < 2:
         return False
     if node.target is getattr:
         return node.args[1] == "mT" or (node.args[1] == "T" and rank == 2)
