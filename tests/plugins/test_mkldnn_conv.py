@@ -17,6 +17,7 @@ POST_OPS = {
     "gelu_tanh": nn.GELU("tanh"),
     "silu": nn.SiLU(),
     "hardswish": nn.Hardswish(),
+    "hardsigmoid": nn.Hardsigmoid(),
     "sigmoid": nn.Sigmoid(),
     "tanh": nn.Tanh(),
     "hardtanh": nn.Hardtanh(-0.5, 0.25),
@@ -106,6 +107,27 @@ def test_a_residual_is_added_and_left_alone(name, layout):
     x, y = rnd(2, 16, 9, 11), rnd(2, 24, 9, 11).contiguous(memory_format=layout)
     run(Added(copy.deepcopy(POST_OPS[name])), x, y)
     assert fusions()[0] == ("conv+bn+add+relu" if name == "relu" else "conv+bn+add")
+
+
+@pytest.mark.parametrize("after", [nn.Identity(), nn.ReLU(), nn.SiLU()], ids=["", "relu", "silu"])
+@pytest.mark.parametrize("own", [True, False], ids=["own-minus-other", "other-minus-own"])
+def test_a_difference_with_a_residual(own, after):
+    """Of noise and what is predicted of it, as in a denoising network."""
+
+    class Denoised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 8, 3, padding=1)
+            self.last, self.norm = nn.Conv2d(8, 3, 3, padding=1), norm(3)
+            self.after = after
+
+        def forward(self, x):
+            noise = self.norm(self.last(self.first(x)))
+            return self.after(noise - x if own else x - noise)
+
+    run(Denoised(), rnd(2, 3, 9, 11))
+    inside = "+relu" if isinstance(after, nn.ReLU) else ""
+    assert fusions() == ["conv", f"conv+bn+sub{inside}"]
 
 
 def test_a_residual_of_the_regions_own_that_is_read_later():

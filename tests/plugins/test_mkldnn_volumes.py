@@ -10,7 +10,7 @@ from torch import nn
 
 import fuseboard
 from fuseboard_mkldnn import _ops, _pack
-from tests.plugins.test_mkldnn_conv import fusions, run
+from tests.plugins.test_mkldnn_conv import POST_OPS, fusions, run
 from tests.support.backends import compiled, last_graph
 from tests.support.values import assert_closer, rnd
 
@@ -144,7 +144,31 @@ def test_a_transposed_convolution(name, layout):
         last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
         x = x.contiguous(memory_format=last)
     run(nn.Sequential(copy.deepcopy(conv), nn.Tanh()), x)
-    assert fusions() == ([] if name == "depthwise" else ["conv_transpose"])
+    assert fusions() == ([] if name == "depthwise" else ["conv_transpose+tanh"])
+
+
+@pytest.mark.parametrize("after", POST_OPS)
+def test_what_follows_a_transposed_convolution_is_inside(after):
+    """Its batch norm is in its weight, the op after that in the kernel."""
+    conv = nn.ConvTranspose2d(6, 8, 3, groups=2, stride=2, bias=False)
+    post = copy.deepcopy(POST_OPS[after])
+    run(nn.Sequential(conv, norm(nn.BatchNorm2d(8)), post), rnd(2, 6, 7, 9))
+    assert fusions() == [f"conv_transpose+bn+{after}"]
+
+
+@pytest.mark.parametrize("after", POST_OPS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_what_is_not_finite_passes_a_transposed_convolution(bad, after):
+    """As in eager: its kernel's relu makes NaN of an infinity, its sigmoid drops NaN."""
+    post = copy.deepcopy(POST_OPS[after])
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 1), post, nn.Conv2d(4, 2, 1)).eval()
+    options = {"plugins": {"mkldnn": {"channels_last": "always"}}}
+    call = compiled(model, "mkldnn", "eager", **options)
+    x = rnd(1, 3, 5, 6)
+    with torch.no_grad():
+        call(x)
+        x[0, 0, 1, 2] = bad
+        torch.testing.assert_close(call(x), model(x), equal_nan=True)
 
 
 def test_an_encoder_and_a_decoder():
@@ -165,7 +189,7 @@ def test_an_encoder_and_a_decoder():
             return self.out(torch.cat([skip, self.up(self.deep(skip)).relu()], 1))
 
     run(Net(), rnd(2, 3, 20, 28))
-    assert fusions().count("conv_transpose") == 2
+    assert {"conv_transpose+relu", "conv_transpose"} <= set(fusions())
 
 
 def test_an_updated_weight_is_packed_again():

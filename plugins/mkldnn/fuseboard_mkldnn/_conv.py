@@ -10,13 +10,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fuseboard
-from fuseboard_mkldnn import _ops
+from fuseboard_mkldnn import _ops, _transposed
 from fuseboard_mkldnn._exact import all_finite, checked
 from fuseboard_mkldnn._graph import (
     Editor,
     aten,
     calls,
     channels_last,
+    for_each,
+    has_good_dtypes,
     has_strides_of,
     is_channels_last,
     is_contiguous,
@@ -28,7 +30,7 @@ from fuseboard_mkldnn._graph import (
 from fuseboard_mkldnn._layout import linked, to_strides_of
 from fuseboard_mkldnn._options import Options
 from fuseboard_mkldnn._pack import Budget, ConvolutionShape, choose_convolution
-from fuseboard_mkldnn._pointwise import post_op, residual
+from fuseboard_mkldnn._pointwise import needs_finite, post_op, residual
 
 BATCH_NORMS = (
     aten._native_batch_norm_legit_no_training.default,
@@ -38,12 +40,12 @@ BATCH_NORMS = (
 
 @dataclass
 class Convolution:
-    """One convolution and what follows it.
+    """One convolution, which may be transposed, and what follows it.
 
     :ivar node: the ``convolution``.
     :ivar nodes: all that the rewrite replaces, in graph order.
     :ivar norm: the batch norm among them.
-    :ivar add: the node among them that adds a residual.
+    :ivar add: the node among them that adds a residual, or subtracts one from the other.
     :ivar post: the post-operation among them; it comes last.
     """
 
@@ -54,10 +56,15 @@ class Convolution:
     post: Node | None = None
 
     @property
+    def is_transposed(self) -> bool:
+        return bool(self.node.args[6])
+
+    @property
     def name(self) -> str:
         """Such as ``conv+bn+add+relu``."""
-        parts = ["conv", *(["bn"] if self.norm is not None else [])]
-        parts += ["add"] if self.add is not None else []
+        parts = ["conv_transpose" if self.is_transposed else "conv"]
+        parts += ["bn"] if self.norm is not None else []
+        parts += ["sub" if calls(self.add, aten.sub.Tensor) else "add"] if self.add else []
         parts += [post_op(self.post).name] if self.post is not None else []
         return "+".join(parts)
 
@@ -84,12 +91,6 @@ def is_convolution(node: Node) -> bool:
     return is_contiguous(result) or is_channels_last(result)
 
 
-def has_good_dtypes(*operands: torch.Tensor | None) -> bool:
-    """Whether all are float32, or bfloat16 where oneDNN has kernels for that."""
-    dtypes = {one.dtype for one in operands if one is not None}
-    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and _ops.bfloat16_supported())
-
-
 def is_folded_norm(node: Node, static: set[Node] | None = None) -> bool:
     """Whether a node is an inference batch norm (with static statistics, if known)."""
     if not calls(node, *BATCH_NORMS):
@@ -111,7 +112,9 @@ def find_convolutions(graph: GraphModule, static: set[Node], taken: set[Node]) -
     # From the end: of two convolutions whose results are added, the later one takes the addition,
     # because the other one's result is there by then.
     for node in reversed(list(graph.graph.nodes)):
-        if not is_convolution(node) or node.args[1] not in static or node.args[0] in static:
+        if not (is_convolution(node) or _transposed.is_transposed(node)):
+            continue
+        if node.args[1] not in static or node.args[0] in static:
             continue
         one = Convolution(node=node, nodes=[node])
         _follow(one, static, taken)
@@ -147,10 +150,12 @@ def _take(one: Convolution, user: Node, result: Node) -> bool:
         # After a sum oneDNN's operator takes relu alone.
         one.post = user if one.add is None or post.name == "relu" else None
         return one.post is not None
-    if one.add is None and residual(user, result) is not None:
+    # oneDNN's operator for transposed ones takes no second operand.
+    if one.is_transposed or one.add is not None:
+        return False
+    if residual(user, result, aten.add.Tensor, aten.sub.Tensor) is not None:
         one.add = user
-        return True
-    return False
+    return one.add is not None
 
 
 def _folds(one: Convolution, user: Node, result: Node, static: set[Node]) -> bool:
@@ -170,10 +175,13 @@ def fuse_convolutions(
 ) -> list[fuseboard.Fusion]:
     """A fusion for each convolution that something is gained for."""
     found = find_convolutions(graph, static, taken)
-    feeding = linked({one.node for one in found})
+    feeding = linked({one.node for one in found if not one.is_transposed})
     packed = {one.node: _packs(one, one.node in feeding, options, budget) for one in found}
     checks = any(
-        packed[one.node] and one.post is not None and post_op(one.post).drops_nan for one in found
+        packed[one.node]
+        and one.post is not None
+        and needs_finite(post_op(one.post), one.is_transposed)
+        for one in found
     )
     return [
         fuseboard.Fusion(
@@ -194,9 +202,11 @@ def _packs(one: Convolution, feeds: bool, options: Options, budget: Budget) -> b
     Batch norms aren't folded into the plain kernel: on 200 random (2, 16, 9, 11) inputs its largest
     error was then 1.7 times that of convolution and norm apart (median; the packed kernel's 0.96).
     """
-    if options.channels_last == "never":
-        return False
-    if options.channels_last == "always" or feeds or is_channels_last(tensor(one.node)):
+    if options.channels_last != "auto":
+        return options.channels_last == "always"
+    if one.is_transposed:
+        return _transposed.choose(one.node, one.norm is not None, budget) == "packed"
+    if feeds or is_channels_last(tensor(one.node)):
         return True
     return choose_convolution(_shape(one), budget) == "packed"
 
@@ -227,10 +237,13 @@ def fold_batch_norm(
     mean: torch.Tensor,
     variance: torch.Tensor,
     eps: float,
+    transposed_groups: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weight (O, I/groups, ...) and bias (O,) of a convolution that does the norm as well.
 
     Computed in float64, so that each value is rounded once.
+
+    :param transposed_groups: the groups of a transposed one, whose weight is (I, O/groups, ...).
     """
     scale = torch.rsqrt(variance.double() + eps)
     if norm_weight is not None:
@@ -239,7 +252,12 @@ def fold_batch_norm(
     shift = shift * scale
     if norm_bias is not None:
         shift = shift + norm_bias.double()
-    folded = weight.double() * scale.view(-1, *[1] * (weight.dim() - 1))
+    ones = [1] * (weight.dim() - 2)
+    if transposed_groups:
+        apart = weight.double().unflatten(0, (transposed_groups, -1))
+        folded = (apart * scale.view(transposed_groups, 1, -1, *ones)).flatten(0, 1)
+    else:
+        folded = weight.double() * scale.view(-1, 1, *ones)
     return folded.to(weight.dtype), shift.to(weight.dtype)
 
 
@@ -247,6 +265,7 @@ def _apply(one: Convolution, checks: bool) -> None:
     """Replace a convolution and what follows it."""
     edit = Editor(one.nodes[-1])
     weight, bias = _folded(edit, one)
+    weight, bias = _negated(edit, one, weight, bias)
     edit.replace(_emit(edit, one, weight, bias, checks), one.nodes)
 
 
@@ -258,8 +277,9 @@ def _folded(edit: Editor, one: Convolution) -> tuple[Node, Node | None]:
     norm = one.norm.args
     eps = norm[6] if calls(one.norm, BATCH_NORMS[0]) else norm[7]
     dense = tensor(weight)
-    vals = (dense, dense.new_empty((dense.shape[0],)))
-    both = edit.call(fold_batch_norm, (weight, bias, *norm[1:5], eps), vals)
+    vals = (dense, dense.new_empty((tensor(one.node).shape[1],)))
+    groups = one.node.args[8] if one.is_transposed else 0
+    both = edit.call(fold_batch_norm, (weight, bias, *norm[1:5], eps, groups), vals)
     return (
         edit.call(operator.getitem, (both, 0), vals[0]),
         edit.call(operator.getitem, (both, 1), vals[1]),
@@ -269,23 +289,22 @@ def _folded(edit: Editor, one: Convolution) -> tuple[Node, Node | None]:
 def _emit(edit: Editor, one: Convolution, weight: Node, bias: Node | None, checks: bool) -> Node:
     """The packed kernel with what follows it, and the conversion to the strides that were."""
     x, dense = one.node.args[0], tensor(weight)
-    stride, padding, dilation = (for_each(arg, dense) for arg in one.node.args[3:6])
-    shape = (padding, stride, dilation, one.node.args[8])
-    sizes = [_ops.size_hint(size) for size in tensor(x).shape]
-    reorder = torch.ops.mkldnn._reorder_convolution_weight.default
-    packed = edit.call(reorder, (weight, *shape, sizes), dense)
+    packed, shape = _packed(edit, one, weight)
     post = post_op(one.post) if one.post is not None else None
-    inside = post if post is not None and not post.drops_nan and one.add is None else None
+    apart = one.add is not None or (post is not None and needs_finite(post, one.is_transposed))
+    inside = None if apart else post
     val = channels_last(tensor(one.node))
     pointwise = torch.ops.mkldnn._convolution_pointwise
     args: tuple[Any, ...]
     if one.add is not None:
-        args = (x, _operand(one), packed, bias, *shape, "add", 1.0, None, [], None)
+        name = "sub" if _subtracts(one) else "add"
+        args = (x, _operand(one), packed, bias, *shape, name, 1.0, None, [], None)
         result = edit.call(pointwise.binary, args, val)
     else:
         attr, scalars = (inside.attr, list(inside.scalars)) if inside else ("none", [])
         args = (x, packed, bias, *shape, attr, scalars, inside.algorithm if inside else "")
-        result = edit.call(pointwise.default, args, val)
+        operator_ = _ops.transposed_convolution() if one.is_transposed else pointwise.default
+        result = edit.call(operator_, args, val)
     if checks:
         operands = (weight,) if bias is None else (weight, bias)
         flag = edit.call(all_finite, operands, dense.new_empty((), dtype=torch.bool))
@@ -296,9 +315,37 @@ def _emit(edit: Editor, one: Convolution, weight: Node, bias: Node | None, check
     return to_strides_of(edit, result, tensor(one.nodes[-1]))
 
 
-def for_each(numbers: list[int], weight: torch.Tensor) -> list[int]:
-    """One number for each spatial dimension of a weight."""
-    return list(numbers) * (weight.dim() - 2) if len(numbers) == 1 else list(numbers)
+def _packed(edit: Editor, one: Convolution, weight: Node) -> tuple[Node, tuple[Any, ...]]:
+    """The packed weight, and the convolution's arguments as oneDNN's operators take them."""
+    x, dense = tensor(one.node.args[0]), tensor(weight)
+    if one.is_transposed:
+        shape = _transposed.arguments(one.node)
+        reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight.default
+    else:
+        stride, padding, dilation = (for_each(arg, dense) for arg in one.node.args[3:6])
+        shape = (padding, stride, dilation, one.node.args[8])
+        reorder = torch.ops.mkldnn._reorder_convolution_weight.default
+    sizes = [_ops.size_hint(size) for size in x.shape]
+    return edit.call(reorder, (weight, *shape, sizes), dense), shape
+
+
+def _negated(
+    edit: Editor, one: Convolution, weight: Node, bias: Node | None
+) -> tuple[Node, Node | None]:
+    """Weight and bias of -convolution, which is added, where it is subtracted from a residual.
+
+    A sign changes no bit of a result's digits.
+    """
+    if not calls(one.add, aten.sub.Tensor) or _subtracts(one):
+        return weight, bias
+    negate = aten.neg.default
+    negative = edit.call(negate, (weight,), tensor(weight))
+    return negative, bias if bias is None else edit.call(negate, (bias,), tensor(bias))
+
+
+def _subtracts(one: Convolution) -> bool:
+    """Whether a residual is subtracted from the convolution's result."""
+    return calls(one.add, aten.sub.Tensor) and one.add.args[0] in one.nodes
 
 
 def _operand(one: Convolution) -> Node:

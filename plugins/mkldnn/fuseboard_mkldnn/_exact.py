@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._graph import aten, calls, sole_user, tensor
-from fuseboard_mkldnn._pointwise import post_op
+from fuseboard_mkldnn._pointwise import needs_finite, post_op
 
 CONVOLUTION = torch.ops.mkldnn._convolution_pointwise.default
 CONVOLUTION_ADD = torch.ops.mkldnn._convolution_pointwise.binary
@@ -161,20 +162,20 @@ def _is_tame_number(argument: Any) -> bool:
 
 def _fuses(node: Node) -> bool:
     """Whether a node is a post-operation that its convolution can take in."""
-    post = post_op(node)
-    if post is None or not post.drops_nan or sole_user(node.args[0]) is not node:
+    post, convolution = post_op(node), node.args[0] if node.args else None
+    transposed = calls(convolution, _ops.transposed_convolution())
+    if post is None or not needs_finite(post, transposed) or sole_user(convolution) is not node:
         return False
-    if calls(node.args[0], CONVOLUTION):
-        return node.args[0].args[7] == "none"
-    adds = calls(node.args[0], CONVOLUTION_ADD)
-    return adds and node.args[0].args[10] is None and post.name == "relu"
+    if calls(convolution, CONVOLUTION_ADD):
+        return convolution.args[10] is None and post.name == "relu"
+    return (transposed or calls(convolution, CONVOLUTION)) and convolution.args[-3] == "none"
 
 
 def _fuse(node: Node, convolution: Node) -> None:
     post = post_op(node)
-    if calls(convolution, CONVOLUTION):
-        convolution.args = (*convolution.args[:7], post.attr, list(post.scalars), "")
-    else:
+    if calls(convolution, CONVOLUTION_ADD):
         convolution.args = (*convolution.args[:10], post.attr, [], None)
+    else:
+        convolution.args = (*convolution.args[:-3], post.attr, list(post.scalars), "")
     node.replace_all_uses_with(convolution)
     node.graph.erase_node(node)

@@ -11,7 +11,6 @@ from fuseboard_mkldnn._linear import fuse_linears
 from fuseboard_mkldnn._lstm import fuse_lstms
 from fuseboard_mkldnn._options import Options
 from fuseboard_mkldnn._pack import Budget
-from fuseboard_mkldnn._transposed import fuse_transposed
 
 
 def fuse_region(
@@ -24,7 +23,6 @@ def fuse_region(
     taken: set[Node] = set()
     return [
         *fuse_convolutions(graph, static, taken, options, budget),
-        *fuse_transposed(graph, static, taken, options, budget),
         *fuse_lstms(graph, static, taken, options, budget),
         *fuse_linears(graph, static, taken, options, budget),
     ]

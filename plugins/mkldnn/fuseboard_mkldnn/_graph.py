@@ -124,6 +124,17 @@ def is_empty(found: torch.Tensor) -> bool:
     return any(_ops.known_equal(size, 0) for size in found.shape)
 
 
+def has_good_dtypes(*operands: torch.Tensor | None) -> bool:
+    """Whether all are float32, or bfloat16 where oneDNN has kernels for that."""
+    dtypes = {one.dtype for one in operands if one is not None}
+    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and _ops.bfloat16_supported())
+
+
+def for_each(numbers: list[int], weight: torch.Tensor) -> list[int]:
+    """One number for each spatial dimension of a weight."""
+    return list(numbers) * (weight.dim() - 2) if len(numbers) == 1 else list(numbers)
+
+
 def is_plain_clone(node: Node) -> bool:
     """Whether a node copies its input into the same strides (dropout leaves such nodes)."""
     if not calls(node, aten.clone.default):

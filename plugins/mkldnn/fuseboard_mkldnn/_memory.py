@@ -135,7 +135,7 @@ def write_in_place(graph: GraphModule) -> None:
     """Let post-operations and additions overwrite an operand that is used for the last time."""
     order = {node: position for position, node in enumerate(graph.graph.nodes)}
     for node in graph.graph.nodes:
-        if calls(node, CONVOLUTION_ADD):
+        if calls(node, CONVOLUTION_ADD) and node.args[8] == "add":
             _add_into_residual(node, order)
         elif calls(node, aten.add.Tensor):
             _add_in_place(node, order)

@@ -43,6 +43,9 @@ _PLAIN = {
     aten.relu.default: PostOp("relu", "relu", torch.relu_, drops_nan=True),
     aten.silu.default: PostOp("silu", "swish", _ops.nn.silu_),
     aten.hardswish.default: PostOp("hardswish", "hardswish", _ops.nn.hardswish_),
+    aten.hardsigmoid.default: PostOp(
+        "hardsigmoid", "hardsigmoid", _ops.nn.hardsigmoid_, drops_nan=True
+    ),
     aten.sigmoid.default: PostOp("sigmoid", "sigmoid", torch.sigmoid_),
     aten.tanh.default: PostOp("tanh", "tanh", torch.tanh_),
 }
@@ -89,6 +92,15 @@ def post_op(node: Node) -> PostOp | None:
     return None
 
 
+def needs_finite(post: PostOp, transposed: bool) -> bool:
+    """Whether one inside of a convolution is eager's on finite numbers only.
+
+    :param transposed: the convolution is: its kernel's sigmoid drops NaN as well, and its relu
+        makes NaN of an infinity.
+    """
+    return post.drops_nan or (transposed and post.name == "sigmoid")
+
+
 def _leaky_relu(slope: float) -> PostOp:
     # With slope 0 oneDNN takes its relu, which drops NaN.
     scalars = (float(slope),)
@@ -104,9 +116,12 @@ def _hardtanh(low: Any, high: Any) -> PostOp | None:
     return PostOp("hardtanh", "hardtanh", torch.clamp_, scalars, args=scalars, drops_nan=True)
 
 
-def residual(node: Node, result: Node) -> Node | None:
-    """The other operand if ``node`` adds a tensor of ``result``'s shape and dtype to it."""
-    if not calls(node, aten.add.Tensor) or argument(node, 2, "alpha", 1) != 1:
+def residual(node: Node, result: Node, *targets: Any) -> Node | None:
+    """The other operand if ``node`` adds a tensor of ``result``'s shape and dtype to it.
+
+    :param targets: in place of ``aten.add.Tensor``, ops of two tensors.
+    """
+    if not calls(node, *(targets or (aten.add.Tensor,))) or argument(node, 2, "alpha", 1) != 1:
         return None
     left, right = node.args[0], node.args[1]
     other = right if left is result else left

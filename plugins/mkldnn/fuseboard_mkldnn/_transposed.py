@@ -7,23 +7,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 import fuseboard
 from fuseboard_mkldnn import _ops
-from fuseboard_mkldnn._conv import for_each, has_good_dtypes
 from fuseboard_mkldnn._graph import (
-    Editor,
     aten,
     calls,
-    channels_last,
+    for_each,
+    has_good_dtypes,
     is_channels_last,
     is_contiguous,
     is_empty,
     tensor,
 )
-from fuseboard_mkldnn._layout import to_strides_of
-from fuseboard_mkldnn._options import Options
 from fuseboard_mkldnn._pack import Budget, remembered
 
 
@@ -53,41 +50,26 @@ def is_transposed(node: Node) -> bool:
     return is_contiguous(result) or is_channels_last(result)
 
 
-def fuse_transposed(
-    graph: GraphModule, static: set[Node], taken: set[Node], options: Options, budget: Budget
-) -> list[fuseboard.Fusion]:
-    """A rewrite for each one that is faster packed; ``taken`` grows by them."""
-    found = []
-    for node in graph.graph.nodes:
-        if node in taken or not is_transposed(node) or node.args[1] not in static:
-            continue
-        if node.args[0] in static or not _packs(node, options, budget):
-            continue
-        taken.add(node)
-        found.append(
-            fuseboard.Fusion("conv_transpose", (node.name,), lambda node=node: _apply(node))
-        )
-    return found
-
-
-def _arguments(node: Node) -> tuple[Any, ...]:
+def arguments(node: Node) -> tuple[Any, ...]:
     """Padding, output padding, stride, dilation, groups, as oneDNN's operators take them."""
     weight = tensor(node.args[1])
     stride, padding, dilation = (for_each(arg, weight) for arg in node.args[3:6])
     return padding, for_each(node.args[7], weight), stride, dilation, node.args[8]
 
 
-def _packs(node: Node, options: Options, budget: Budget) -> bool:
-    if options.channels_last != "auto":
-        return options.channels_last == "always"
+def choose(node: Node, norm: bool, budget: Budget) -> str:
+    """``packed`` or ``plain``.
+
+    :param norm: a batch norm follows, which the packed weight takes in.
+    """
     x, weight = tensor(node.args[0]), tensor(node.args[1])
     layouts = is_channels_last(x), is_channels_last(tensor(node))
-    what = ("transposed", tuple(x.shape), tuple(weight.shape), x.dtype, layouts)
-    arguments = _arguments(node)
-    key = (*what, *(tuple(arg) if isinstance(arg, list) else arg for arg in arguments))
+    numbers = arguments(node)
     sizes = tuple(x.shape), tuple(weight.shape)
-    calls = partial(_candidates, *sizes, x.dtype, layouts, arguments)
-    return remembered(key, calls, budget) == "packed"
+    hashable = (tuple(arg) if isinstance(arg, list) else arg for arg in numbers)
+    key = ("transposed", *sizes, x.dtype, layouts, norm, *hashable)
+    calls = partial(_candidates, *sizes, x.dtype, layouts, norm, numbers)
+    return remembered(key, calls, budget)
 
 
 def _candidates(
@@ -95,6 +77,7 @@ def _candidates(
     weight_shape: tuple[int, ...],
     dtype: torch.dtype,
     layouts: tuple[bool, bool],
+    norm: bool,
     arguments: tuple[Any, ...],
 ) -> dict[str, Callable[[], Any]]:
     """Eager's call and the packed one, on random tensors that lie as the graph's do."""
@@ -109,12 +92,15 @@ def _candidates(
         weight = torch.randn(weight_shape, generator=generator, device="cpu").to(dtype)
         reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight.default
         packed = reorder(weight, *arguments, list(x_shape))
+        ones = torch.ones(weight.shape[1] * groups, dtype=dtype, device="cpu")
+        statistics = (ones,) * 4
     eagers: Callable[..., torch.Tensor] = (
         torch.conv_transpose2d if x.dim() == 4 else torch.conv_transpose3d
     )
 
     def plain() -> torch.Tensor:
-        return eagers(x, weight, None, stride, padding, output_padding, groups, dilation)
+        result = eagers(x, weight, None, stride, padding, output_padding, groups, dilation)
+        return torch.batch_norm(result, *statistics, False, 0.1, 1e-5, False) if norm else result
 
     def onednn() -> torch.Tensor:
         result: torch.Tensor = operator(x, packed, None, *arguments, "none", [], "")
@@ -124,15 +110,3 @@ def _candidates(
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _apply(node: Node) -> None:
-    edit = Editor(node)
-    x, weight, bias = node.args[:3]
-    arguments, wanted = _arguments(node), tensor(node)
-    reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight.default
-    sizes = list(tensor(x).shape)
-    packed = edit.call(reorder, (weight, *arguments, sizes), tensor(weight))
-    args = (x, packed, bias, *arguments, "none", [], "")
-    result = edit.call(_ops.transposed_convolution(), args, channels_last(wanted))
-    edit.replace(to_strides_of(edit, result, wanted), [node])
