@@ -23,9 +23,7 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     graph, guard = fast
     return fuseboard.LoweredRegion(
         call=_guarded(_lower_graph(region, graph).call, exact.call, guard),
-        notes=(
-            "relu and clip are fused where inputs and weights are finite; other calls run them apart",
-        ),
+        notes=("relu and clip are fused where inputs and weights are finite, else they run apart",),
     )
 
 
