@@ -79,9 +79,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
     "whisper": ("WhisperConfig", "WhisperEncoder", _WHISPER, _SOUND, 2),
 }
 
-#: Models whose masks are learned: in training these need gradients, which no fused kernel gives.
-LEARNED_MASKS = frozenset({"t5", "swin"})
-
 
 def eager_model(name: str) -> tuple[torch.nn.Module, dict[str, Any], int]:
     """A model whose attention is written out, inputs for it, and its number of attentions."""

@@ -2,10 +2,11 @@
 
 There a model's formula is as its author wrote it, whichever backends there are, and autograd makes
 the backward of what stands in its place. It is done where torch has a fused kernel for it on CPU,
-which holds no matrix of scores, neither in a call nor for the backward. So not for a dropout, nor
-for a mask with a gradient. What the kernel computes otherwise than the formula, the op computes by
-the formula (:mod:`fuseboard.ops.attention`), which it is given as steps and the masks that they
-read; ``bias`` is what the kernel adds to the scores in their place.
+which holds no matrix of scores, neither in a call nor for the backward. So not for a dropout. What
+the kernel computes otherwise than the formula, the op computes by the formula
+(:mod:`fuseboard.ops.attention`), which it is given as steps and the masks that they read; ``bias``
+is what the kernel adds to the scores in their place. So it computes gradients of masks, for which
+it computes scores twice: that pays where they are many.
 
 Inductor matches traced graphs (``torch/_inductor/fx_passes/fuse_attention.py`` of 2.13): one for
 each dtype, batch of one and dropout, at the level of its own decompositions. Forms are fewer here.
@@ -25,17 +26,24 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Fusion
 from fuseboard.fuse.attention_forms import Attention, around, softmaxes
-from fuseboard.fuse.interruptions import has_effects, interrupted
+from fuseboard.fuse.interruptions import has_effects, interrupted, opens_a_level
 from fuseboard.fuse.reading import Operand, value_of
 from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
-from fuseboard.ops.attention import MASKS, NO_WEIGHT, Step, attention, written
+from fuseboard.ops.attention import NO_WEIGHT, attention
+from fuseboard.ops.attention_formula import MASKS, Step, written
 from fuseboard.ops.estimate import sizes
 from fuseboard.torch_api.attention import is_fused
 from fuseboard.torch_api.internals import storage_address
 
 #: Scores below which a call of the op, some 60 us on a server's core, costs more than the formula.
 LEAST_SCORES = 1 << 14
+#: The gradient of a mask takes computing scores twice. Memory that isn't asked for makes up for
+#: that where probabilities take 32 MiB: glibc asks the system anew for as much, and pages are
+#: cleared. Time of Inductor's formula, one core: 0.8 of it at 4 x 12 heads of 512 tokens; 1.0 at
+#: 4 x 8, 1.2 at 1 x 8; and 1.1 for windows of 49 tokens, however many.
+LEAST_SCORES_WITH_GRADIENT = 1 << 23
+LEAST_KEYS_WITH_GRADIENT = 128
 
 _HALVES = {torch.float16, torch.bfloat16}
 
@@ -43,7 +51,7 @@ _HALVES = {torch.float16, torch.bfloat16}
 @hookimpl
 def fuseboard_fuse_dynamo(graph: GraphModule) -> list[Fusion] | None:
     """Offer to write each attention that the fused kernel can run as one op."""
-    if any(map(_opens_a_level, graph.graph.nodes)):
+    if any(map(opens_a_level, graph.graph.nodes)):
         return None
     found = [one for one in map(around, softmaxes(graph)) if one is not None]
     return [
@@ -56,16 +64,11 @@ def fuseboard_fuse_dynamo(graph: GraphModule) -> list[Fusion] | None:
 # --- whether the kernel can run it ----------------------------------------------------------------
 
 
-def _opens_a_level(node: Node) -> bool:
-    """Whether a node begins a transform of ``torch.func``, which may want second gradients."""
-    return "_increment_nesting" in getattr(node.target, "__name__", "")
-
-
 def _fits(found: Attention) -> bool:
     wanted, product = (value_of(one) for one in (found.result, found.product))
     if wanted is None or product is None or not product.dtype.is_floating_point:
         return False
-    if interrupted(found.nodes) or math.prod(sizes(product)) < LEAST_SCORES:
+    if interrupted(found.nodes) or not _pays(found, sizes(product)):
         return False
     operands = [_laid_out(one) for one in (found.query, found.key, found.value)]
     if any(one is None or one.dim() not in (3, 4) for one in operands):
@@ -78,15 +81,20 @@ def _fits(found: Attention) -> bool:
     if not all(_can_mask(step, found, query) for step in found.steps if step.mask >= 0):
         return False
     q, k, v = (one if one.dim() == 4 else one.unsqueeze(0) for one in (query, key, value))
-    mask = _example_mask(found, query)
-    if mask is not None and mask.requires_grad:
-        return False
     try:
-        if not is_fused(q, k, v, mask):
+        if not is_fused(q, k, v, _example_mask(found, query)):
             return False
     except Exception:  # sizes that torch refuses, or that a symbol doesn't tell
         return False
     return _is_as_wanted(query, found, wanted)
+
+
+def _pays(found: Attention, scores: list[int]) -> bool:
+    """Whether the op takes no longer than the formula for scores of these sizes."""
+    count, values = math.prod(scores), map(value_of, found.masks)
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in values):
+        return count >= LEAST_SCORES_WITH_GRADIENT and scores[-1] >= LEAST_KEYS_WITH_GRADIENT
+    return count >= LEAST_SCORES
 
 
 def _laid_out(operand: Operand) -> Any:
@@ -111,9 +119,7 @@ def _example_mask(found: Attention, query: torch.Tensor) -> torch.Tensor | None:
     if not values:
         return None
     shape = torch.broadcast_shapes(*(value.shape for value in values))
-    made = query.new_zeros((*(1,) * (4 - len(shape)), *shape))
-    needs_grad = any(v.requires_grad for v in values) and torch.is_grad_enabled()
-    return made.requires_grad_(needs_grad)
+    return query.new_zeros((*(1,) * (4 - len(shape)), *shape))
 
 
 def _is_as_wanted(query: torch.Tensor, found: Attention, wanted: torch.Tensor) -> bool:

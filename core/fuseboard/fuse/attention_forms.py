@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.fuse.attention_einsum import first_product, second_product
 from fuseboard.fuse.reading import Operand, argument, calls, dtype_of, value_of
-from fuseboard.ops.attention import Step
+from fuseboard.ops.attention_formula import Step
 
 F = torch.nn.functional
 

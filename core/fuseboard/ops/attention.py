@@ -20,14 +20,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fuseboard.ops.attention_formula import (
+    MASKS,
+    Call,
+    blockwise,
+    blockwise_backward,
+    by_tokens,
+    dtype_of_sums,
+    empty_gradients,
+    formula,
+    formula_backward,
+    laid_out,
+    scale_of,
+)
 from fuseboard.torch_api.attention import below_autograd, cpu_kernel, cpu_kernel_backward
 
 #: A logarithm of a sum is rounded by as much as scores of its size are. Below this gradients are
@@ -36,176 +47,7 @@ LARGEST = 1024.0
 #: What is filled with as little as this has no weight beside scores of a sum within ``LARGEST``.
 NO_WEIGHT = -2 * LARGEST
 
-
-#: How many masks the op has.
-MASKS = 3
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is done to scores (..., tokens, tokens) on their way to probabilities.
-
-    :ivar kind: ``mul``, ``div`` (by ``number``); ``add`` (a mask); ``fill`` (with ``number`` where
-        a mask holds), ``keep`` (where it doesn't); ``cast`` and ``softmax`` (to ``dtype``).
-    :ivar mask: its place among the masks.
-    """
-
-    kind: str
-    number: float = 0.0
-    mask: int = -1
-    dtype: torch.dtype | None = None
-
-    def __str__(self) -> str:
-        parts = [] if self.mask < 0 else [str(self.mask)]
-        if self.kind in ("mul", "div", "fill", "keep"):
-            parts.append(repr(self.number))
-        if self.dtype is not None:
-            parts.append(str(self.dtype).removeprefix("torch."))
-        return f"{self.kind}:{','.join(parts)}"
-
-
-def written(steps: Sequence[Step], dtype: torch.dtype) -> str:
-    """Steps as the op's argument, for operands of a dtype."""
-    return " ".join(map(str, [Step("of", dtype=dtype), *steps]))
-
-
-@lru_cache(maxsize=1024)
-def _read(text: str) -> tuple[torch.dtype, tuple[Step, ...]]:
-    steps = []
-    for word in text.split():
-        kind, _, rest = word.partition(":")
-        values = rest.split(",")
-        mask = int(values.pop(0)) if kind in ("add", "fill", "keep") else -1
-        number = float(values.pop(0)) if kind in ("mul", "div", "fill", "keep") else 0.0
-        steps.append(Step(kind, number, mask, getattr(torch, values[0]) if values else None))
-    dtype = steps[0].dtype
-    assert dtype is not None
-    return dtype, tuple(steps[1:])
-
-
-@lru_cache(maxsize=1024)
-def _scale(text: str) -> float:
-    scale = 1.0
-    for step in _read(text)[1]:
-        scale *= {"mul": step.number, "div": 1 / (step.number or math.nan)}.get(step.kind, 1.0)
-    return scale
-
-
-class _Call(NamedTuple):
-    """The op's arguments.
-
-    :ivar query: (N, H, L, E); ``key`` and ``value`` are (N, H, S, E).
-    :ivar bias: what the kernel adds to scores, broadcast to them.
-    :ivar first: the masks that ``steps`` (:func:`written`) puts on scores are this one, ``second``
-        and ``third``.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    first: Tensor | None
-    second: Tensor | None
-    third: Tensor | None
-    steps: str
-
-    def mask(self, step: Step) -> Tensor:
-        mask = (self.first, self.second, self.third)[step.mask]
-        assert mask is not None
-        return mask
-
-
-# --- the formula ----------------------------------------------------------------------------------
-
-
-def formula(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """What the op stands for, as eager computes it; the arguments and results are the op's."""
-    call = _Call(*arguments)
-    *before, probabilities = _scores(call)
-    scores = next(
-        one
-        for one, step in zip(before, _read(call.steps)[1], strict=True)
-        if step.kind == "softmax"
-    )
-    sums = torch.logsumexp(scores.to(_dtype_of_sums(call.query)), -1)
-    result = probabilities.to(call.query.dtype) @ call.value
-    return _laid_out(result, call.query), _by_tokens(sums)
-
-
-def _scores(call: _Call) -> list[Tensor]:
-    """The product of queries and keys, and what it is after each step: probabilities at last."""
-    dtype, steps = _read(call.steps)
-    # Wider operands than were written are those of a float64 run, which no cast makes less exact.
-    lifted = call.query.dtype != dtype
-    found = [call.query @ call.key.transpose(-2, -1)]
-    for step in steps:
-        found.append(_after(step, found[-1], call, None if lifted else step.dtype))
-    return found
-
-
-def _after(step: Step, scores: Tensor, call: _Call, dtype: torch.dtype | None) -> Tensor:
-    match step.kind:
-        case "mul":
-            return scores * step.number
-        case "div":
-            return scores / step.number
-        case "add":
-            return scores + call.mask(step)
-        case "fill":
-            return scores.masked_fill(call.mask(step), step.number)
-        case "keep":
-            return scores.masked_fill(call.mask(step).logical_not(), step.number)
-        case "softmax":
-            return torch.softmax(scores, -1, dtype=dtype)
-    return scores if dtype is None else scores.to(dtype)
-
-
-def _formula_backward(grad: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as autograd computes them from what eager would have saved."""
-    scores = _scores(call)
-    probabilities = scores[-1].to(call.query.dtype)
-    grad_value = probabilities.transpose(-2, -1) @ grad
-    # Of the scores after each step, from the last step to the first.
-    on_way = grad @ call.value.transpose(-2, -1)
-    for step, before, after in reversed(
-        list(zip(_read(call.steps)[1], scores, scores[1:], strict=False))
-    ):
-        on_way = _before(step, on_way.to(after.dtype), after, call).to(before.dtype)
-    return on_way @ call.key, on_way.transpose(-2, -1) @ call.query, grad_value
-
-
-def _before(step: Step, grad: Tensor, after: Tensor, call: _Call) -> Tensor:
-    match step.kind:
-        case "mul":
-            return grad * step.number
-        case "div":
-            return grad / step.number
-        case "fill":
-            return grad.masked_fill(call.mask(step), 0.0)
-        case "keep":
-            return grad.masked_fill(call.mask(step).logical_not(), 0.0)
-        case "softmax":
-            return torch.ops.aten._softmax_backward_data(grad, after, -1, after.dtype)  # type: ignore[no-any-return]
-    return grad
-
-
-def _dtype_of_sums(query: Tensor) -> torch.dtype:
-    return torch.promote_types(query.dtype, torch.float32)
-
-
-def _laid_out(result: Tensor, query: Tensor) -> Tensor:
-    """A result in memory as the op's: as its query, without gaps."""
-    strides = torch.empty_like(query).stride()
-    if result.stride() == strides:
-        return result
-    order = sorted(range(query.dim()), key=lambda dim: (-strides[dim], dim))
-    back = sorted(range(query.dim()), key=order.__getitem__)
-    return result.permute(order).contiguous().permute(back)
-
-
-def _by_tokens(value: Tensor) -> Tensor:
-    """(N, H, L, ...) that lies in memory as (N, L, H, ...), as the kernel has it."""
-    return value.transpose(1, 2).contiguous().transpose(1, 2)
+_NO_MASKS = (False,) * MASKS
 
 
 # --- the op ---------------------------------------------------------------------------------------
@@ -221,54 +63,64 @@ def _holds(sums: Tensor, bias: Tensor | None) -> bool:
 
 def _is_finite(value: Tensor) -> bool:
     """By one sum, a hundredth of the kernel's time. One that overflows counts as not finite."""
-    return math.isfinite(float(value.sum(dtype=_dtype_of_sums(value))))
+    return math.isfinite(float(value.sum(dtype=dtype_of_sums(value.dtype))))
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = _Call(*arguments)
+    call = Call(*arguments)
     query, key, value = map(_side_by_side, call[:3])
     # The kernel divides by the sizes of its operands.
     if query.numel() and key.numel():
-        result, sums = cpu_kernel(query, key, value, call.bias, _scale(call.steps))
+        result, sums = cpu_kernel(query, key, value, call.bias, scale_of(call.steps))
         if _holds(sums, call.bias) and _is_finite(result):
-            return _laid_out(result, query), sums
+            return laid_out(result, query), sums
         del result, sums
-    probabilities = _scores(call)[-1].to(query.dtype)
     # Sums of NaN: the backward is the formula's as well.
     sums = _attention_fake(*arguments)[1].fill_(math.nan)
-    return _laid_out(probabilities @ value, query), sums
+    return laid_out(blockwise(call), query), sums
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query = _Call(*arguments).query
+    query = Call(*arguments).query
     batch, heads, tokens, _ = query.shape
-    sums = query.new_empty((batch, tokens, heads), dtype=_dtype_of_sums(query))
+    sums = query.new_empty((batch, tokens, heads), dtype=dtype_of_sums(query.dtype))
     return torch.empty_like(_side_by_side(query)), sums.transpose(1, 2)
 
 
 def _attention_backward(
     grad: Tensor, result: Tensor, sums: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Call(*arguments)
+    call = Call(*arguments)
     found: Sequence[Tensor] = ()
     if _holds(sums, call.bias):
         grad_, query, key, value = map(_side_by_side, (grad, *call[:3]))
-        scale = _scale(call.steps)
+        scale = scale_of(call.steps)
         found = cpu_kernel_backward(grad_, query, key, value, call.bias, result, sums, scale)
     if not found or not all(map(_is_finite, found)):
-        found = _formula_backward(grad, call)
-    of_query, of_key, of_value = map(_by_tokens, found)
+        found = blockwise_backward(grad, call, _NO_MASKS)[:3]
+    of_query, of_key, of_value = map(by_tokens, found)
     return of_query, of_key, of_value
 
 
 def _attention_backward_fake(
     grad: Tensor, result: Tensor, sums: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (
-        one.new_empty((one.shape[0], one.shape[2], one.shape[1], one.shape[3])).transpose(1, 2)
-        for one in _Call(*arguments)[:3]
-    )
-    return q, k, v
+    of_query, of_key, of_value = empty_gradients(Call(*arguments), _NO_MASKS)[:3]
+    return of_query, of_key, of_value
+
+
+def _attention_gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value and of those masks that have one.
+
+    The kernel has none of masks. Scores are computed again, in blocks.
+    """
+    *rest, wanted = arguments
+    return tuple(blockwise_backward(grad, Call(*rest), wanted))
+
+
+def _attention_gradients_fake(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *rest, wanted = arguments
+    return tuple(empty_gradients(Call(*rest), wanted))
 
 
 def _side_by_side(operand: Tensor) -> Tensor:
@@ -285,35 +137,63 @@ class _Attention(torch.autograd.Function):
         with below_autograd():
             results = attention(*args)
         *operands, ctx.steps = args
-        ctx.save_for_backward(*results, *operands)
+        ctx.wanted = list(ctx.needs_input_grad[4:7])
+        if any(ctx.wanted):
+            operands[3] = None
+            ctx.save_for_backward(*operands)
+        else:
+            ctx.save_for_backward(*results, *operands)
         ctx.mark_non_differentiable(results[1])
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        gradients = attention_backward(grads[0], *ctx.saved_tensors, ctx.steps)
-        return (*gradients, *[None] * 5)
+        if not any(ctx.wanted):
+            gradients = attention_backward(grads[0], *ctx.saved_tensors, ctx.steps)
+            return (*gradients, *[None] * 5)
+        found = attention_gradients(grads[0], *ctx.saved_tensors, ctx.steps, ctx.wanted)
+        of_masks = (one if need else None for one, need in zip(found[3:], ctx.wanted, strict=True))
+        return (*found[:3], None, *of_masks, None)
 
 
 def _attention_of_autograd(*args: Any) -> Any:
     """With a backward if one may be wanted. Of tangents the kernel has none: the formula does."""
     if forward_ad._current_level >= 0:
         return formula(*args)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in args[:3]):
+    if torch.is_grad_enabled() and _may_differentiate(Call(*args)):
         return _Attention.apply(*args)  # type: ignore[no-untyped-call]
     with below_autograd():
         return attention(*args)
 
 
+def _may_differentiate(call: Call) -> bool:
+    return any(one is not None and one.requires_grad for one in (*call[:3], *call.masks))
+
+
+def _again(grad: Tensor, call: Call) -> bool:
+    """Whether gradients may be differentiated again: then they are the formula's."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and (grad.requires_grad or _may_differentiate(call))
+
+
 def _backward_of_autograd(*args: Any) -> Any:
-    """Gradients that are differentiated again are the formula's."""
     grad, _, _, *arguments = args
-    call = _Call(*arguments)
-    differentiable = any(one.requires_grad for one in (grad, *call[:3]))
-    if forward_ad._current_level >= 0 or (differentiable and torch.is_grad_enabled()):
-        return tuple(map(_by_tokens, _formula_backward(grad, call)))
+    call = Call(*arguments)
+    if _again(grad, call):
+        return tuple(map(by_tokens, formula_backward(grad, call, _NO_MASKS)[:3]))
     with below_autograd():
         return attention_backward(*args)
+
+
+def _gradients_of_autograd(*args: Any) -> Any:
+    grad, *arguments, wanted = args
+    call = Call(*arguments)
+    if _again(grad, call):
+        found = formula_backward(grad, call, wanted)
+        return (*map(by_tokens, found[:3]), *found[3:])
+    with below_autograd():
+        return attention_gradients(*args)
 
 
 # No list of masks: vmap, by which gradients are computed in a batch, calls ops with lists by none.
@@ -321,23 +201,37 @@ _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, "
     "Tensor? first, Tensor? second, Tensor? third, str steps"
 )
+_GRADIENTS = "Tensor, Tensor, Tensor"
 _library = torch.library.Library("fuseboard", "DEF")
-_library.define(
-    f"attention({_ARGUMENTS}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"attention_backward(Tensor grad, Tensor result, Tensor sums, {_ARGUMENTS})"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.impl("attention", _attention, "CPU")
-_library.impl("attention_backward", _attention_backward, "CPU")
-torch.library.register_fake("fuseboard::attention", _attention_fake, lib=_library)
-torch.library.register_fake("fuseboard::attention_backward", _attention_backward_fake, lib=_library)
-_library.impl("attention", _attention_of_autograd, "Autograd")
-_library.impl("attention_backward", _backward_of_autograd, "Autograd")
+
+
+def _op(schema: str, computed: Any, faked: Any, of_autograd: Any) -> Any:
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, computed, "CPU")
+    torch.library.register_fake(f"fuseboard::{name}", faked, lib=_library)
+    _library.impl(name, of_autograd, "Autograd")
+    return getattr(torch.ops.fuseboard, name).default
+
 
 #: The result, and of each row the logarithm of the sum that softmax divides by.
-attention = torch.ops.fuseboard.attention.default
-attention_backward = torch.ops.fuseboard.attention_backward.default
+attention = _op(
+    f"attention({_ARGUMENTS}) -> (Tensor, Tensor)",
+    _attention,
+    _attention_fake,
+    _attention_of_autograd,
+)
+attention_backward = _op(
+    f"attention_backward(Tensor grad, Tensor result, Tensor sums, {_ARGUMENTS}) -> ({_GRADIENTS})",
+    _attention_backward,
+    _attention_backward_fake,
+    _backward_of_autograd,
+)
+#: Those of the masks too, as far as they are ``wanted``; others are empty.
+attention_gradients = _op(
+    f"attention_gradients(Tensor grad, {_ARGUMENTS}, bool[] wanted)"
+    f" -> ({_GRADIENTS}, {_GRADIENTS})",
+    _attention_gradients,
+    _attention_gradients_fake,
+    _gradients_of_autograd,
+)

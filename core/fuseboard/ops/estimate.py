@@ -16,6 +16,7 @@ from fuseboard.torch_api import symbols as torch_symbols
 FLOPS_PER_US = 50_000.0
 BYTES_PER_US = 10_000.0
 
+_ATTENTIONS = {"attention", "attention_backward", "attention_gradients"}
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot"}
 
 
@@ -91,7 +92,7 @@ def is_contraction(node: Node) -> bool:
 
 
 def _is_attention(name: str) -> bool:
-    return "scaled_dot_product" in name or name in ("attention", "attention_backward")
+    return "scaled_dot_product" in name or name in _ATTENTIONS
 
 
 def is_creation(node: Node) -> bool:
