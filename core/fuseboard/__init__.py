@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from fuseboard.explanations.explanation import Explanation, explain, last_report
     from fuseboard.forks import fork_safe_lock
-    from fuseboard.hookspecs import hookimpl
+    from fuseboard.hookspecs import hookimpl, pass_order
     from fuseboard.lower.background import settled, wait
     from fuseboard.lower.decompose import decompose
     from fuseboard.ops import OWN_OPS
@@ -105,7 +105,7 @@ _HOMES = {
         "SettingsError",
         "WrongValues",
     ),
-    "fuseboard.hookspecs": ("hookimpl",),
+    "fuseboard.hookspecs": ("hookimpl", "pass_order"),
     "fuseboard.lower.decompose": ("decompose",),
     "fuseboard.ops": ("OWN_OPS",),
     "fuseboard.run.eager": ("lower_eagerly",),
@@ -183,6 +183,7 @@ __all__ = [
     "measure_memory",
     "memory_budget",
     "on_settled",
+    "pass_order",
     "prefer",
     "real_tensors",
     "refresh",

@@ -10,9 +10,11 @@ answer of another type is a :class:`~fuseboard.errors.ContractError` that names 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 from torch.fx import GraphModule
@@ -43,6 +45,45 @@ from fuseboard.contracts import (
 PROJECT = "fuseboard"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class PassOrder:
+    """Which plugins' rewrites a plugin's own come before and after.
+
+    :ivar where: file and line of the hook that says so.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    where: str
+
+
+def pass_order(
+    *, before: Sequence[str] = (), after: Sequence[str] = ()
+) -> Callable[[_Hook], _Hook]:
+    """Say before or after which plugins a hook that rewrites whole graphs is asked.
+
+    For ``fuseboard_fuse`` and ``fuseboard_fuse_dynamo``. Each name must be a plugin that is
+    installed, though it needn't be ready or have the hook; a name that isn't there, and orders that
+    make a circle, are errors before anything is compiled. Regions are rewritten by their backend.
+
+    :raises TypeError: a name is no string, or a text stands for a sequence of names.
+    """
+    for what, names in (("before", before), ("after", after)):
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"pass_order({what}={names!r}): not a sequence of plugins' names")
+
+    def mark(hook: _Hook) -> _Hook:
+        code = inspect.unwrap(hook).__code__
+        where = f"{code.co_filename}:{code.co_firstlineno}"
+        hook.fuseboard_pass_order = PassOrder(tuple(before), tuple(after), where)  # type: ignore[attr-defined]
+        return hook
+
+    return mark
+
 
 # --- what a plugin is ---------------------------------------------------------------------------
 

@@ -72,6 +72,12 @@ class Examined:
     relay: pluggy.HookRelay
     info: BackendInfo | None
 
+    def pass_order(self, hook: str) -> hookspecs.PassOrder | None:
+        """What the plugin says of the order of a hook's rewrites; None where it says nothing."""
+        implementations = getattr(self.relay, hook).get_hookimpls() if hook in self.hooks else ()
+        found = [getattr(one.function, "fuseboard_pass_order", None) for one in implementations]
+        return found[0] if found else None
+
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages that it takes part in, in order."""

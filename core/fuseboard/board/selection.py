@@ -7,8 +7,9 @@ overrides) are all checked when a selection is made, before anything is compiled
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from fuseboard import hookspecs
 from fuseboard.board.overrides import Override, home_of, load_override
+from fuseboard.board.pass_order import CircleError, Precedence, in_pass_order
 from fuseboard.board.plugin_options import plugin_options
 from fuseboard.board.registration import PluginState, RegisteredPlugin, in_default_order
 from fuseboard.config.model import Settings
@@ -29,6 +31,9 @@ from fuseboard.errors import (
 
 #: What all else falls back to.
 NEEDED = frozenset({"eager", "defaults"})
+
+#: The hooks that rewrite whole graphs.
+_PASSES = ("fuseboard_fuse_dynamo", "fuseboard_fuse")
 
 #: Hook → its arguments.
 ARGUMENTS = {
@@ -64,6 +69,7 @@ class Selection:
         self.backends = tuple(self._choose_backends())
         self.eager_is_fallback_only = "eager" not in (settings.backends or ("eager",))
         self._order = self._all_in_order()
+        self._pass_orders = {hook: self._pass_order(hook) for hook in _PASSES}
         self._options = self._given_options()
         self._check_pins()
         self._overrides = {
@@ -341,7 +347,48 @@ class Selection:
 
     def with_hook(self, hook: str) -> tuple[str, ...]:
         """The active plugins that implement a hook, in order."""
-        return tuple(plugin for plugin in self._order if self.implements(plugin, hook))
+        order = self._pass_orders.get(hook, self._order)
+        return tuple(plugin for plugin in order if self.implements(plugin, hook))
+
+    def _pass_order(self, hook: str) -> tuple[str, ...]:
+        """The active plugins that offer rewrites of whole graphs by a hook, in order.
+
+        :raises SettingsError: the setting names what isn't there, or is part of a circle.
+        :raises RegistrationError: what plugins say of themselves does.
+        """
+        plugins = [name for name in self._order if self.implements(name, hook)]
+        wanted = self.settings.fuse_order
+        where = self._where("fuse_order", list(wanted))
+        for name in wanted:
+            self._require(name, where)
+        own = list(self._own_precedences(plugins, hook))
+        by_user = [Precedence(*pair, where) for pair in itertools.combinations(wanted, 2)]
+        try:
+            in_pass_order(plugins, own)
+        except CircleError as error:
+            raise RegistrationError(f"the order of {hook} is {error}") from error
+        try:
+            return in_pass_order(plugins, [*own, *by_user])
+        except CircleError as error:
+            raise SettingsError(f"the order of {hook} is {error}") from error
+
+    def _own_precedences(self, plugins: Sequence[str], hook: str) -> Iterator[Precedence]:
+        for plugin in plugins:
+            examined = self._entries[plugin].examined
+            order = examined.pass_order(hook) if examined is not None else None
+            if order is None:
+                continue
+            for kind, names in (("before", order.before), ("after", order.after)):
+                for name in names:
+                    where = f"{kind}={name!r} of {hook}, {order.where}"
+                    if name not in self._states:
+                        raise RegistrationError(
+                            f"plugin {plugin!r}, {where}: no plugin named {name!r}."
+                            f"{nearest(name, self._states)} Installed: "
+                            f"{', '.join(sorted(self._states))}."
+                        )
+                    pair = (plugin, name) if kind == "before" else (name, plugin)
+                    yield Precedence(*pair, where)
 
 
 def _extras() -> list[str]:

@@ -244,6 +244,12 @@ class Settings(BaseModel):
         "a list of whole numbers, such as [3, 7]",
         "Numbers of fusions to leave out, as the report numbers them.",
     )
+    fuse_order: tuple[str, ...] = _setting(
+        (),
+        "a list of plugin names, such as ['mine', 'simplify'], each named once",
+        "Plugins in the order in which they are asked for rewrites of whole graphs, those that it "
+        "doesn't name as before.",
+    )
     stages: dict[str, str] = _setting(
         {},
         "for each stage a plugin's name or a path package.module:function",
@@ -261,7 +267,7 @@ class Settings(BaseModel):
         word, _, number = self.verify.partition(":")
         return int(number or 1) if word == "always" else None
 
-    @field_validator("backends", "block")
+    @field_validator("backends", "block", "fuse_order")
     @classmethod
     def _named_once(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if names is not None and len(set(names)) < len(names):

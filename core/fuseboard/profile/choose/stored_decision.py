@@ -38,6 +38,7 @@ _SETTINGS = (
     "backends",
     "exclude",
     "fuse_limit",
+    "fuse_order",
     "fuse_skip",
     "hoist",
     "isolate",
