@@ -8,7 +8,7 @@ from torch import nn
 
 import fuseboard
 from fuseboard import Claim, Decline
-from fuseboard.errors import ContractError, RegionError
+from fuseboard.errors import ContractError, PatternError, RegionError
 from fuseboard.partition import plan as plan_module
 from fuseboard.report.data import ledger
 from tests.support.backends import (
@@ -482,15 +482,16 @@ def test_the_first_of_several_patterns_gets_a_node():
 @pytest.mark.parametrize(
     ("pattern", "error"),
     [
-        ("sin", r"patterns\[0\] is a str; allowed: a tuple"),
+        ("sin", r"patterns\[0\] is a str; allowed: a Pattern, a tuple"),
         (torch.sin, r"patterns\[0\] is a builtin_function_or_method"),
-        ((lambda x: x, [rnd(2)]), r"patterns\[0\] has no op"),
+        ((lambda x: x, [rnd(2)]), r"pattern 'patterns\[0\]', .*: search has no op"),
+        (torch.fx.Graph(), r"patterns\[0\] has no op"),
     ],
 )
 def test_a_pattern_that_is_none_is_an_error(pattern, error):
     """It says which one."""
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: x.sin())(rnd(2))
-    with pytest.raises((TypeError, ValueError), match=error):
+    with pytest.raises((TypeError, ValueError, PatternError), match=error):
         fuseboard.claim_patterns(graph, [pattern])
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         FuseboardError,
         HookTimeout,
         LoweringError,
+        PatternError,
         PluginError,
         RankError,
         RegionError,
@@ -48,13 +49,15 @@ if TYPE_CHECKING:
     )
     from fuseboard.explanations.explanation import Explanation, explain, last_report
     from fuseboard.forks import fork_safe_lock
+    from fuseboard.fuse.patterns.claims import claim_patterns
+    from fuseboard.fuse.patterns.pattern import Pattern, PatternMatch
+    from fuseboard.fuse.patterns.rewriting import Patterns
     from fuseboard.hookspecs import hookimpl, pass_order
     from fuseboard.lower.background import settled, wait
     from fuseboard.lower.decompose import decompose
     from fuseboard.ops import OWN_OPS
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
-    from fuseboard.partition.patterns import claim_patterns
     from fuseboard.profile.choose.measure import measure
     from fuseboard.profile.judge.reference import Reference
     from fuseboard.profile.observe.memory import MemoryPoint, measure_memory
@@ -97,6 +100,7 @@ _HOMES = {
         "FuseboardError",
         "HookTimeout",
         "LoweringError",
+        "PatternError",
         "PluginError",
         "RankError",
         "RegionError",
@@ -112,7 +116,9 @@ _HOMES = {
     "fuseboard.run.weights": ("refresh",),
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
-    "fuseboard.partition.patterns": ("claim_patterns",),
+    "fuseboard.fuse.patterns.claims": ("claim_patterns",),
+    "fuseboard.fuse.patterns.pattern": ("Pattern", "PatternMatch"),
+    "fuseboard.fuse.patterns.rewriting": ("Patterns",),
     "fuseboard.lower.background": ("settled", "wait"),
     "fuseboard.profile.choose.measure": ("measure",),
     "fuseboard.profile.observe.memory": ("MemoryPoint", "measure_memory"),
@@ -149,6 +155,10 @@ __all__ = [
     "LoweringError",
     "Measurement",
     "MemoryPoint",
+    "Pattern",
+    "PatternError",
+    "PatternMatch",
+    "Patterns",
     "Plan",
     "PluginError",
     "RankError",

@@ -6,6 +6,7 @@ A *graph* here is an ATen-level ``torch.fx.GraphModule`` whose nodes carry fake 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -160,6 +161,16 @@ class Region:
     random: Random = "eager"
     source: str = ""
     records: TuningRecords | None = None
+
+
+class CheckedWhenRegistered(ABC):
+    """An attribute of a plugin that the board checks before the plugin takes part."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """
+        :raises FuseboardError: the plugin can't be used.
+        """
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ FuseboardError
 ├── CostsError           a file of measured choices can't be read, written or taken over
 ├── RankError            the ranks of a distributed job don't agree, or one doesn't answer
 ├── RegionError          a region failed and the policy is to raise; chained to the cause
+├── PatternError         a pattern can't be traced, or has to be found in a graph and isn't there
 └── SamplingError        a profiling session can't start: no sampler, no permission, another runs
 """
 
@@ -75,6 +76,10 @@ class LoweringError(FuseboardError):
     def __init__(self, *arguments: object, for_good: bool = True) -> None:
         super().__init__(*arguments)
         self.for_good = for_good
+
+
+class PatternError(FuseboardError):
+    """A pattern can't be traced, or has to be found in a graph and isn't there."""
 
 
 class NotEnoughMemory(FuseboardError):

@@ -13,8 +13,8 @@ from fuseboard import hookspecs
 from fuseboard.board.answers import check_answer
 from fuseboard.board.deadline import deadline
 from fuseboard.config.sources import nearest
-from fuseboard.contracts import BackendInfo
-from fuseboard.errors import CONTAINED, HookTimeout, RegistrationError
+from fuseboard.contracts import BackendInfo, CheckedWhenRegistered
+from fuseboard.errors import CONTAINED, FuseboardError, HookTimeout, RegistrationError
 
 #: Hook → the stage that it belongs to, in the order in which stages follow one another.
 STAGE_OF = {
@@ -139,9 +139,31 @@ def examine(plugin: object, name: str | None, limit_s: float) -> Examined:
         manager.register(plugin, name=shown)
     except (pluggy.PluginValidationError, ValueError, TypeError) as error:
         raise RegistrationError(f"plugin {shown!r}: {error}") from error
+    _check_attributes(plugin, shown, limit_s)
     callers = manager.get_hookcallers(plugin) or []
     hooks = frozenset(caller.name for caller in callers)
     return Examined(hooks, manager.hook, _describe(manager, shown, name, limit_s))
+
+
+def _check_attributes(plugin: object, shown: str, limit_s: float) -> None:
+    """Check what a plugin has declared beside its hooks, such as patterns.
+
+    :raises RegistrationError: it can't be used.
+    """
+
+    def late() -> Exception:
+        return RegistrationError(f"plugin {shown!r}: checking it took over {limit_s:g} s")
+
+    for attribute in dir(plugin):
+        declared = inspect.getattr_static(plugin, attribute)
+        if isinstance(declared, CheckedWhenRegistered):
+            try:
+                with deadline(limit_s, late):
+                    declared.check()
+            except RegistrationError:
+                raise
+            except FuseboardError as error:
+                raise RegistrationError(f"plugin {shown!r}: {error}") from error
 
 
 def _describe(

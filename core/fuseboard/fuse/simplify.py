@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from fuseboard.contracts import Fusion, GraphKind, Region
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.effects import keeps_order
-from fuseboard.ops.views import view_chain
+from fuseboard.ops.views import exposed_nodes
 from fuseboard.torch_api.internals import free_symbols, real_tensors
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def fuseboard_fuse(
     if region is not None or kind != "inference":
         return None
     nodes = _before_writes(graph)
-    exposed = _exposed(graph)
+    exposed = exposed_nodes(graph)
     duplicates = {
         again: first for again, first in _duplicates(nodes).items() if again not in exposed
     }
@@ -90,17 +90,6 @@ def _before_writes(graph: GraphModule) -> list[Node]:
         if node.op == "call_function":
             found.append(node)
     return found
-
-
-def _exposed(graph: GraphModule) -> set[Node]:
-    """Nodes whose memory the caller gets, or that write to memory of the caller's."""
-    (output,) = graph.graph.find_nodes(op="output")
-    ends = list(output.all_input_nodes)
-    for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            ends += [node, *node.all_input_nodes]
-    return {node for end in ends for node in view_chain(end)}
 
 
 def _replaced(name: str, node: Node, by: Any) -> Fusion:

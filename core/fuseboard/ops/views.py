@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fuseboard.ops.estimate import is_view
 
@@ -27,3 +27,13 @@ def view_chain(node: Node) -> Iterable[Node]:
 def is_view_list(node: Node) -> bool:
     """Whether a node's results are a list of views (``split``, ``unbind``, ``chunk``)."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
+
+
+def exposed_nodes(graph: GraphModule) -> set[Node]:
+    """Nodes whose memory the caller gets, or that write to memory of the caller's."""
+    ends = list(graph.graph.output_node().all_input_nodes)
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            ends += [node, *node.all_input_nodes]
+    return {node for end in ends for node in view_chain(end)}

@@ -114,12 +114,14 @@ def compile_graph(
 
     with torch_internals.capturing(), call.with_example_inputs(example_inputs):
         captured = call.pipeline.rewrite_dynamos(graph) if rewrite else graph
+        table = call.decompositions(example_inputs)
+        call.pipeline.rewriter.decompositions = table
         aot = torch_internals.aot_autograd(
             fw_compiler=around(partial(call.compile, kind="forward")),
             bw_compiler=around(call.compile_backward),
             inference_compiler=around(partial(call.compile, kind="inference")),
             partition_fn=call.partition_joint,
-            decompositions=call.decompositions(example_inputs),
+            decompositions=table,
         )
         try:
             with noting_functions() as functions:

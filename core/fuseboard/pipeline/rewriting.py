@@ -28,6 +28,7 @@ class Rewriter:
 
     :param inputs: Dynamo's real ones, as long as it waits for the backend.
     :param tripped: contains a failure, or raises it.
+    :ivar decompositions: what graphs are captured with: op → function.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Rewriter:
         self._session = session
         self._inputs = inputs
         self._tripped = tripped
+        self.decompositions: dict[Any, Callable[..., Any]] = {}
 
     def rewrite(
         self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
@@ -106,7 +108,9 @@ class Rewriter:
         own = level.copy(graph)  # a rewrite that fails half way is dropped with it
         try:
             with watching_guards(self._session, who, own, report.notes):
+                own.meta["decompositions"] = self.decompositions
                 fusions = offer(own)
+                del own.meta["decompositions"]
                 done = apply_fusions(own, fusions or [], who, level.counter, limit_s, level.hook)
             if any(one.applied for one in done):
                 self._judge(graph, own, who, level)

@@ -1,0 +1,1 @@
+"""Rewrites by pattern: pairs of small functions, what is searched for and what replaces it."""
