@@ -137,7 +137,7 @@ def fuseboard_fuse(
 
     Called first with ``region=None`` on each joint and inference graph as a whole, for every
     plugin in order; then once per region, for the region's own backend, with ``graph`` being
-    ``region.graph``. ``graph.meta["decompositions"]`` of a whole graph is what it was captured with,
+    ``region.graph``. A whole graph's ``graph.meta["decompositions"]`` is what it was captured with:
     op → function. Rewrites must keep results, strides and ``meta["val"]``. Whatever they
     make to depend on static inputs alone (a packed weight, a folded batch norm) the board
     hoists out of the calls.

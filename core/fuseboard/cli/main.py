@@ -27,6 +27,7 @@ COMMANDS = (
     "costs",
     "explain",
     "passes",
+    "patterns",
     "export",
     "memory",
     "profile",

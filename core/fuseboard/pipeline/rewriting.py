@@ -110,7 +110,7 @@ class Rewriter:
             with watching_guards(self._session, who, own, report.notes):
                 own.meta["decompositions"] = self.decompositions
                 fusions = offer(own)
-                del own.meta["decompositions"]
+                own.meta.pop("decompositions", None)
                 done = apply_fusions(own, fusions or [], who, level.counter, limit_s, level.hook)
             if any(one.applied for one in done):
                 self._judge(graph, own, who, level)
