@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -14,9 +13,8 @@ from fuseboard.fuse import attention
 from fuseboard.ops import attention_formula
 from fuseboard.ops.attention import attention as op
 from fuseboard.ops.attention_formula import Step, written
-from fuseboard.report.data import ledger
+from tests.support.attention import flat, found, no_further, rewrite_however_small
 from tests.support.backends import all_trips, compiled, last_graph, observing
-from tests.support.transformers_models import MODELS, eager_model
 from tests.support.values import rnd
 
 FUSED = "fuseboard.attention.default"
@@ -26,34 +24,11 @@ B, H, S, T, D = 2, 3, 5, 7, 8
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(attention, "LEAST_SCORES", 0)
-    monkeypatch.setattr(attention, "LEAST_SCORES_WITH_GRADIENT", 0)
-    monkeypatch.setattr(attention, "LEAST_KEYS_WITH_GRADIENT", 0)
-    ledger.clear()
-
-
-def found():
-    """How many attentions were written as one op."""
-    fusions = [one for graph in ledger.graphs() for one in graph.fusions]
-    return sum(one.plugin == "attention" and one.applied for one in fusions)
+    rewrite_however_small(monkeypatch)
 
 
 def ops(kind):
     return {op for region in last_graph(kind).regions for op in region.ops}
-
-
-def error(got, precise):
-    """The root of the mean square of what it is off."""
-    return float((got.detach().double() - precise.detach()).square().mean().sqrt())
-
-
-def no_further(got, eager, precise):
-    """From float64 than twice as far as eager is."""
-    assert error(got, precise) <= 2 * error(eager, precise)
-
-
-def flat(values):
-    return torch.cat([value.detach().double().flatten() for value in values])
 
 
 # --- forms ----------------------------------------------------------------------------------------
@@ -912,46 +887,3 @@ def test_numbers_go_on_from_dynamos_graph():
         (0, "attention"),
         (1, "observer"),
     ]
-
-
-# --- models ---------------------------------------------------------------------------------------
-
-
-def results_of(model, inputs, train):
-    """The first result, and the gradients of the weights by which it is reached."""
-    result = model(**inputs)[0]
-    if not train:
-        return {"result": result}
-    (result * result.detach().sin()).sum().backward()
-    named = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters()}
-    return {"result": result, **{name: grad for name, grad in named.items() if grad is not None}}
-
-
-def doubled(inputs):
-    return {
-        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
-        for key, value in inputs.items()
-    }
-
-
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("which", MODELS)
-def test_models_of_the_transformers_library(which, train):
-    """Each attention is found; values and gradients are as exact as eager's."""
-    pytest.importorskip("transformers")
-    model, inputs, count = eager_model(which)
-    model.train(train)
-    others = copy.deepcopy(model), copy.deepcopy(model).double()
-    with torch.set_grad_enabled(train):
-        got = results_of(compiled(model), inputs, train)
-        eager = results_of(others[0], inputs, train)
-        precise = results_of(others[1], doubled(inputs), train)
-    level = max(float(value.detach().abs().max()) for value in precise.values())
-    for name, value in eager.items():
-        # The bias of keys moves all scores of a row alike: its gradient is 0 but for roundings.
-        if float(precise[name].detach().abs().max()) < 1e-12 * level:
-            assert float(got[name].abs().max()) < 1e-6 * level
-        else:
-            no_further(got[name], value, precise[name])
-    assert found() == count
-    assert not all_trips()

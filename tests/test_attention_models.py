@@ -1,0 +1,118 @@
+"""Attention written out in models of the transformers library: found, exact, and saving little."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+
+import fuseboard
+from tests.support.attention import found, no_further, rewrite_however_small
+from tests.support.backends import all_trips, compiled
+from tests.support.transformers_models import MODELS, eager_model
+
+
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch):
+    rewrite_however_small(monkeypatch)
+
+
+def results_of(model, inputs, train):
+    """The first result, and the gradients of the weights by which it is reached."""
+    result = model(**inputs)[0]
+    if not train:
+        return {"result": result}
+    (result * result.detach().sin()).sum().backward()
+    named = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters()}
+    return {"result": result, **{name: grad for name, grad in named.items() if grad is not None}}
+
+
+def doubled(inputs):
+    return {
+        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("which", MODELS)
+def test_models_of_the_transformers_library(which, train):
+    """Each attention is found; values and gradients are as exact as eager's."""
+    pytest.importorskip("transformers")
+    model, inputs, count = eager_model(which)
+    model.train(train)
+    others = copy.deepcopy(model), copy.deepcopy(model).double()
+    with torch.set_grad_enabled(train):
+        got = results_of(compiled(model), inputs, train)
+        eager = results_of(others[0], inputs, train)
+        precise = results_of(others[1], doubled(inputs), train)
+    level = max(float(value.detach().abs().max()) for value in precise.values())
+    for name, value in eager.items():
+        # The bias of keys moves all scores of a row alike: its gradient is 0 but for roundings.
+        if float(precise[name].detach().abs().max()) < 1e-12 * level:
+            assert float(got[name].abs().max()) < 1e-6 * level
+        else:
+            no_further(got[name], value, precise[name])
+    assert found() == count
+    assert not all_trips()
+
+
+# --- what is saved for the backward ---------------------------------------------------------------
+
+
+def lowered_eagerly(region, inputs):
+    """What is saved depends on the split of the joint graph, not on who compiles its parts."""
+    return fuseboard.lower_eagerly(region)
+
+
+def split_by_inductor(graph, inputs):
+    """As the backend ``inductor`` splits, without compiling the parts."""
+
+    def inner(part, example_inputs, **options):
+        return make_boxed_func(part.forward)
+
+    return compile_fx(graph, inputs, inner_compile=inner)
+
+
+def saved_bytes(model, inputs):
+    """What lies in memory between forward and backward, beside what lies there anyway."""
+    values = [*model.parameters(), *model.buffers(), *inputs.values()]
+    others = {one.untyped_storage().data_ptr() for one in values if torch.is_tensor(one)}
+    found_bytes = {}
+
+    def pack(value):
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in others:
+            found_bytes[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        result = model(**inputs)[0]
+    result.square().sum().backward()
+    return sum(found_bytes.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rewritten", [True, False], ids=["rewritten", "as_written"])
+@pytest.mark.parametrize("which", MODELS)
+def test_a_model_saves_no_more_than_inductor(which, rewritten, monkeypatch):
+    """By default, with every backend that is installed: written as one op, and left as written."""
+    pytest.importorskip("transformers")
+    if not rewritten:
+        monkeypatch.undo()
+    options = {
+        **{"policy": "priority", "settle": "in_calls", "verify": "off"},
+        "stages.lower": f"{__name__}:lowered_eagerly",
+    }
+    saved = []
+    for backend in (split_by_inductor, "fuseboard"):
+        torch._dynamo.reset()
+        model, inputs, count = eager_model(which)
+        more = {"options": options} if backend == "fuseboard" else {}
+        saved.append(saved_bytes(torch.compile(model.train(), backend=backend, **more), inputs))
+    assert found() == (count if rewritten else 0)
+    assert saved[1] <= saved[0]
+    assert not all_trips()
