@@ -19,6 +19,7 @@ from fuseboard.capture.comparison import CaptureCheck
 from fuseboard.report.data import ledger
 from fuseboard.workshop import life as lives_module
 from fuseboard.workshop import process
+from fuseboard.workshop.chosen import Chosen
 from fuseboard.workshop.request import Answer
 from fuseboard.workshop.states import GraphState
 from tests.support.beside import compiled, life, lives, loaded, mlp, pinned
@@ -145,6 +146,25 @@ def test_another_compile_finds_what_the_workshop_answered(monkeypatch):
         assert fuseboard.wait(120)
         torch.testing.assert_close(run(x), model(x))
     assert loaded()
+
+
+def test_what_won_the_trial_needs_none_in_a_later_process(monkeypatch):
+    """It takes the place of Dynamo's own graph as soon as it is loaded."""
+    after_four = lambda trial: 1 if trial.calls == 8 else None  # noqa: E731
+    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", after_four)
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        pinned(model)(x)
+        assert fuseboard.wait(120)
+        torch._dynamo.reset()
+        monkeypatch.setattr(Chosen, "in_turn_with", lambda *a: pytest.fail("there is a trial"))
+        run = pinned(model)
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    (report,) = loaded()
+    assert any("us as Dynamo's own graph" in note for note in report.notes)
+    assert report.settled
 
 
 @pytest.mark.usefixtures("chosen")

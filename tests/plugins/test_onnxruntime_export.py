@@ -23,7 +23,7 @@ import onnxruntime
 
 import fuseboard_onnxruntime as plugin
 from fuseboard_onnxruntime import _export
-from fuseboard_onnxruntime._convert import Model
+from fuseboard_onnxruntime._model import Model
 
 MODELS = """
 import torch
@@ -170,8 +170,7 @@ from fuseboard_onnxruntime import _convert
 
 converted = []
 convert = _convert.convert
-import fuseboard_onnxruntime._lower as lower
-lower.convert = lambda *args: converted.append(1) or convert(*args)
+_convert.convert = lambda *args: converted.append(1) or convert(*args)
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).eval()

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import operator
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -241,19 +242,20 @@ def content_hash(tensor: torch.Tensor) -> str:
 
 def code_hash(home: Path) -> str:
     """A hash of a plugin's Python files: a checkout changes without a new version."""
-    files = sorted(home.rglob("*.py")) if home.is_dir() else [home]
-    states = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    return _code_hash(states, home)
+    is_folder = home.is_dir()
+    files = sorted(map(str, home.rglob("*.py"))) if is_folder else [str(home)]
+    found = [(file, os.stat(file)) for file in files]
+    states = tuple((file, state.st_mtime_ns, state.st_size) for file, state in found)
+    return _code_hash(states, str(home) if is_folder else str(home.parent))
 
 
 @lru_cache(maxsize=64)
-def _code_hash(states: tuple[tuple[str, int, int], ...], home: Path) -> str:
+def _code_hash(states: tuple[tuple[str, int, int], ...], folder: str) -> str:
     digest = hashlib.sha256()
     for name, _, _ in states:
-        file = Path(name)
-        inside = file.relative_to(home) if home.is_dir() else file.name
-        digest.update(f"{inside}\n".encode())
-        digest.update(file.read_bytes())
+        digest.update(f"{name.removeprefix(folder)}\n".encode())
+        with open(name, "rb") as file:
+            digest.update(file.read())
     return digest.hexdigest()[:32]
 
 

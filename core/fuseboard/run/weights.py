@@ -321,31 +321,36 @@ def _places(weight: torch.Tensor) -> list[tuple[int, int]]:
     """Words in a weight's memory, (size, address) each; at such as aren't zero if there are any."""
     if weight.device.type != "cpu" or weight.numel() == 0:
         return []
-    size = weight.element_size()
-    flat = weight.numel()
-    places = sorted({int(i * _GOLDEN % 1 * flat) for i in range(PROBED)})
-    addresses = [weight.data_ptr() + _offset(weight, place) * size for place in places]
+    size, start = weight.element_size(), weight.data_ptr()
+    offsets = _offsets(weight)
     if size <= 8:
-        return [(size, address) for address in _telling(size, addresses)]
+        return [(size, start + size * offset) for offset in _telling(size, start, offsets)]
     # complex128: either part may be written alone (``conj``)
-    return [(8, a) for part in (0, 8) for a in _telling(8, [one + part for one in addresses])]
+    parts = [start, start + 8]
+    return [(8, part + 8 * offset) for part in parts for offset in _telling(8, part, 2 * offsets)]
 
 
-def _telling(size: int, addresses: list[int]) -> list[int]:
-    """Some of the addresses; such as where it isn't zero if there are any."""
-    word = _WORDS[size]
-    telling = [address for address in addresses if word.from_address(address).value] or addresses
-    step = max(1, len(telling) // SAMPLES)
-    return telling[::step][:SAMPLES]
+def _offsets(weight: torch.Tensor) -> Any:
+    """Places spread over a tensor: distances from the data pointer, in elements."""
+    import numpy
 
-
-def _offset(weight: torch.Tensor, place: int) -> int:
-    """The distance from the data pointer, in elements, of the element at a flat index."""
-    offset = 0
+    rest = numpy.unique((numpy.arange(PROBED) * _GOLDEN % 1 * weight.numel()).astype(numpy.int64))
+    offsets = numpy.zeros_like(rest)
     for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
-        place, index = divmod(place, size)
-        offset += index * stride
-    return offset
+        rest, index = numpy.divmod(rest, size)
+        offsets += index * stride
+    return offsets
+
+
+def _telling(size: int, start: int, offsets: Any) -> list[int]:
+    """Some of the offsets, in words of a size; such as where it isn't zero if there are any."""
+    import numpy
+
+    memory: Any = (ctypes.c_char * (size * (int(offsets.max()) + 1))).from_address(start)
+    words = numpy.frombuffer(memory, f"u{size}").take(offsets)
+    telling = offsets[words != 0] if words.any() else offsets
+    step = max(1, len(telling) // SAMPLES)
+    return [int(offset) for offset in telling[::step][:SAMPLES]]
 
 
 def refresh(module: torch.nn.Module) -> int:

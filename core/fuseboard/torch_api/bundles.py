@@ -126,6 +126,8 @@ def from_bundle(data: bytes, codes: Sequence[Code]) -> Callable[..., Any]:
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
     entry = pickle.loads(data)
+    # torch keeps a deep copy, to be serialised again, which nobody does here.
+    vars(entry)["__deepcopy__"] = lambda _: entry
     for name in ("compiled_fw", "compiled_bw"):
         if (held := getattr(entry, name)) is not None:
             setattr(entry, name, _Held(codes[held.result.number], held))

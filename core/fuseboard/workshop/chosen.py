@@ -56,19 +56,30 @@ class Chosen:
         if self.by_sizes is not None:
             self.by_sizes.put(self.compiled.run)
 
+    @property
+    def trial_us(self) -> tuple[float, float] | None:
+        """What calls took in the trial, by Dynamo's graph and by this; None without pairs."""
+        if self._trial is None or not self._trial.calls:
+            return None
+        return self._trial.latencies_us
+
     def tell_winner(self, winner: int) -> None:
         """Note in the reports how the trial ended."""
         assert self._trial is not None
         eager_us, compiled_us = self._trial.latencies_us
         report = self.reports[0]
-        report.notes.append(
-            f"in {self._trial.calls} calls of the user's: {compiled_us:.4g} us as compiled, "
-            f"{eager_us:.4g} us as Dynamo's own graph"
-        )
+        report.notes.append(_in_calls(f"in {self._trial.calls} calls", eager_us, compiled_us))
         if winner == 0:
             us = {COMPILED: compiled_us, EAGER: eager_us}
             note_dynamo_runs("inference", us, self.compiled.runners)
         emit(report)
+
+    def tell_earlier_trial(self, own_us: float, compiled_us: float) -> None:
+        """Note that it won in an earlier process, so that there is no trial here."""
+        self.reports[0].notes.append(
+            _in_calls("in an earlier process's calls", own_us, compiled_us)
+        )
+        emit(self.reports[0])
 
     # --- where it fails -------------------------------------------------------------------------
 
@@ -96,3 +107,10 @@ class Chosen:
             instead = f"Dynamo's own graph runs: what was chosen failed in a call: {problem}"
             reports = tuple(replace(one, instead=instead, regions=[]) for one in reports)
         return Answer(dynamo_wins=True, reports=reports)
+
+
+def _in_calls(whose: str, own_us: float, compiled_us: float) -> str:
+    return (
+        f"{whose} of the user's: {compiled_us:.4g} us as compiled, "
+        f"{own_us:.4g} us as Dynamo's own graph"
+    )

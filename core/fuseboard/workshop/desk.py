@@ -68,6 +68,9 @@ class Order(Protocol):
     def compare(self) -> Next:
         """Hold what was chosen against Dynamo's graph on a call of other sizes."""
 
+    def keep_trial(self) -> Next:
+        """Keep for later processes how the trial ended."""
+
     def fail(self, problem: str) -> None:
         """Nothing comes of it."""
 
@@ -144,6 +147,10 @@ class Desk:
         """Compare what was chosen for a graph on a call that it has kept."""
         self._loading.put(self._compare, weakref.ref(order))
 
+    def keep_trial(self, order: Order) -> None:
+        """Keep how a graph's trial ended."""
+        self._loading.put(self._keep_trial, weakref.ref(order))
+
     def _go_on(self, order: weakref.ref[Order], what: Next) -> None:
         if what is Next.ASK:
             self._asking.put(self._ask, order)
@@ -158,6 +165,9 @@ class Desk:
 
     def _compare(self, order: weakref.ref[Order]) -> None:
         self._do(order, lambda alive: alive.compare())
+
+    def _keep_trial(self, order: weakref.ref[Order]) -> None:
+        self._do(order, lambda alive: alive.keep_trial())
 
     def _do(self, order: weakref.ref[Order], step: Callable[[Order], Next]) -> None:
         """Let a graph that somebody may still call take a step, and do what is to follow it."""

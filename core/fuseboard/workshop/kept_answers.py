@@ -1,5 +1,5 @@
 """What the workshop answered, for later processes: which of the two won, and the program or, where
-Dynamo's own graph won, the reports of what lost."""
+Dynamo's own graph won, the reports of what lost. And how the trial in the user's calls ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fuseboard.forks import fork_safe_lock
 from fuseboard.lower.artifacts import Key, Store, store_at
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
@@ -23,6 +24,8 @@ class KeptAnswers:
     def __init__(self, stored: StoredDecision, store: Store) -> None:
         self._stored = stored
         self._store = store
+        self._lock = fork_safe_lock()
+        self._has_eager_won = False
 
     @classmethod
     def of(
@@ -57,7 +60,25 @@ class KeptAnswers:
         if decision.winner == EAGER:
             reports = pickle.loads(found.data) if found is not None else ()
             return Answer(dynamo_wins=True, reports=reports if isinstance(reports, tuple) else ())
-        return None if found is None else Answer(program=found.data)
+        if found is None:
+            return None
+        times = {row.name: row.latency_us for row in decision.candidates}
+        own_us, compiled_us = times.get(EAGER), times.get(COMPILED)
+        trial_us = None if own_us is None or compiled_us is None else (own_us, compiled_us)
+        return Answer(program=found.data, trial_us=trial_us)
+
+    def keep_trial(self, own_us: float, compiled_us: float) -> None:
+        """Keep that the program won the trial, so that a later process needs none.
+
+        Unless it has failed in a later call: then it is kept no more.
+        """
+        rows = [
+            CandidateReport(COMPILED, "chosen", latency_us=compiled_us),
+            CandidateReport(EAGER, "slower", latency_us=own_us),
+        ]
+        with self._lock:
+            if not self._has_eager_won:
+                self._stored.record(COMPILED, rows, settled=True)
 
     def keep(self, answer: Answer) -> str:
         """Keep an answer. Returns why it can't be kept, or ""."""
@@ -66,8 +87,10 @@ class KeptAnswers:
         data = pickle.dumps(answer.reports) if answer.dynamo_wins else answer.program
         if data is None:
             return ""
-        if problem := self._store.put(Key(self._stored.parts), data, {"guards": []}):
-            return problem
-        winner = EAGER if answer.dynamo_wins else COMPILED
-        self._stored.record(winner, [CandidateReport(winner, "chosen")], settled=True)
+        with self._lock:
+            self._has_eager_won = answer.dynamo_wins
+            if problem := self._store.put(Key(self._stored.parts), data, {"guards": []}):
+                return problem
+            winner = EAGER if answer.dynamo_wins else COMPILED
+            self._stored.record(winner, [CandidateReport(winner, "chosen")], settled=True)
         return ""

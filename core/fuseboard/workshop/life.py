@@ -88,8 +88,11 @@ class Life:
         self._calls_left, self._wants_call = 3, False
         #: Why only a call can go on with it; "" where work beside calls can.
         self._why_here = ""
-        #: Whether an earlier process's answer will do, and whether this one is.
+        #: Whether an earlier process's answer will do, whether this one is, and its trial.
         self._may_look, self._is_recalled = True, False
+        self._trial_us: tuple[float, float] | None = None
+        #: Of the trial here: Dynamo's graph (0) or what was chosen.
+        self._winner = 0
         training = self._kept.grads and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in inputs
         )
@@ -246,7 +249,7 @@ class Life:
         elif answer.program is None:
             self.fail(answer.problem or "it wasn't tried")
         elif self._machine.change(GraphState.LOADING):
-            self._program = answer.program
+            self._program, self._trial_us = answer.program, answer.trial_us
             self._report.tell_state(self.state)
             return Next.LOAD
         return Next.NOTHING
@@ -374,6 +377,10 @@ class Life:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
             self._settle_on(chosen.run)
             self._report.settled(COMPILED)
+        elif self._trial_us is not None:
+            self._settle_on(chosen.run)
+            chosen.tell_earlier_trial(*self._trial_us)
+            self._report.settled(COMPILED)
         else:
             answers = chosen.in_turn_with(self._own, self._margin, self._decide)
             self._machine.change(GraphState.TRIALLING, lambda: self._route.put(answers))
@@ -415,6 +422,15 @@ class Life:
         chosen.leave_to(self._own)
         self._route.put(self._own)
 
+    def keep_trial(self) -> Next:
+        """Keep for later processes how the trial ended."""
+        if self._winner == 0:
+            self._keep_that_eager_runs()
+        elif self._answers is not None and self._chosen is not None:
+            if (trial_us := self._chosen.trial_us) is not None:
+                self._answers.keep_trial(*trial_us)
+        return Next.NOTHING
+
     # --- in a call ------------------------------------------------------------------------------
 
     def _decide(self, winner: int) -> None:
@@ -424,9 +440,9 @@ class Life:
         self._kept.forget()
         assert self._chosen is not None
         self._chosen.tell_winner(winner)
-        if winner == 0:
-            self._keep_that_eager_runs()
         self._report.settled((EAGER, COMPILED)[winner])
+        self._winner = winner
+        desk().keep_trial(self)  # a disk may be slow
 
     def _decided(self, winner: int) -> None:
         assert self._chosen is not None

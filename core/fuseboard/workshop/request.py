@@ -46,6 +46,8 @@ class Answer:
     :ivar again: the call raised, as it does in eager: another one may do.
     :ivar only_here: the problem is that of another process alone, such as one that doesn't find an
         op which the program defines.
+    :ivar trial_us: what calls of the user's took in an earlier process, where the program won the
+        trial: the medians of Dynamo's graph and of the program. None where there was none.
     """
 
     dynamo_wins: bool = False
@@ -54,3 +56,4 @@ class Answer:
     program: bytes | None = None
     again: bool = False
     only_here: bool = False
+    trial_us: tuple[float, float] | None = None

@@ -71,8 +71,8 @@ def fuseboard_load(
     artifact: bytes, region: fuseboard.Region, inputs: Sequence[Any]
 ) -> fuseboard.LoweredRegion | None:
     """The same from a model that was converted before: no retrace, no conversion."""
-    from fuseboard_onnxruntime._convert import Model
     from fuseboard_onnxruntime._lower import lower_region
+    from fuseboard_onnxruntime._model import Model
 
     return lower_region(region, Model.from_bytes(artifact))
 

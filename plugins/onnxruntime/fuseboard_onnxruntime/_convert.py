@@ -1,10 +1,10 @@
-"""From a region's graph to an ONNX model, and what has to be known to call it."""
+"""From a region's graph to an ONNX model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import fuseboard
 from fuseboard_onnxruntime import _torch_internals
 from fuseboard_onnxruntime._clean import clean
 from fuseboard_onnxruntime._decompositions import decompose
-from fuseboard_onnxruntime._dtypes import onnx_type, promote
+from fuseboard_onnxruntime._dtypes import TORCH_TYPES, onnx_type, promote
 from fuseboard_onnxruntime._forms import why_no_form
 from fuseboard_onnxruntime._layout import inverse, permutation
+from fuseboard_onnxruntime._model import Input, Model, Output
 from fuseboard_onnxruntime._simplify import first_results
 from fuseboard_onnxruntime._sizes import size_function
 from fuseboard_onnxruntime._translations import translations
@@ -25,84 +26,6 @@ aten = torch.ops.aten
 
 #: Operator set of the models: that of torch's library, whose functions are written in it.
 OPSET = 18
-
-
-@dataclass(frozen=True)
-class Input:
-    """One input of a model.
-
-    :ivar position: among the region's inputs.
-    :ivar order: the dimensions as the model wants them; None where they are as in torch.
-    :ivar number: it is an int in a call, and a 0-d tensor for the model.
-    """
-
-    name: str
-    position: int
-    onnx_type: int
-    order: tuple[int, ...] | None = None
-    number: bool = False
-
-
-@dataclass(frozen=True)
-class Output:
-    """One output of a model, or of a call.
-
-    :ivar copy_of: it is a copy of the output of that number; the model hasn't got it.
-    :ivar order: from the model's dimensions to torch's.
-    :ivar shape: as the model gives it; None where it depends on symbolic sizes.
-    :ivar strides: where they aren't those of a permuted row-major tensor; else None.
-    :ivar strides_at: where these are symbolic, their place in what ``Model.sizes`` gives.
-    :ivar passes: it is the region's input of that number, copied.
-    """
-
-    name: str = ""
-    onnx_type: int = 0
-    shape: tuple[int, ...] | None = None
-    order: tuple[int, ...] | None = None
-    strides: tuple[int, ...] | None = None
-    strides_at: int | None = None
-    copy_of: int | None = None
-    passes: int | None = None
-
-
-@dataclass(frozen=True)
-class Model:
-    """A converted region. It holds no weights: these are inputs, or become initializers later.
-
-    :ivar proto: the serialised ONNX model.
-    :ivar sizes: code of a function from the inputs to the shapes of the outputs that are computed,
-        then to strides; "" if all are static.
-    """
-
-    proto: bytes
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output | None, ...]
-    sizes: str = ""
-
-    def to_bytes(self) -> bytes:
-        """For a cache: a line of JSON, then the proto."""
-        head = {
-            "inputs": [asdict(value) for value in self.inputs],
-            "outputs": [value and asdict(value) for value in self.outputs],
-            "sizes": self.sizes,
-        }
-        return json.dumps(head).encode() + b"\n" + self.proto
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Model:
-        """What :meth:`to_bytes` wrote."""
-        head, _, proto = data.partition(b"\n")
-        found = json.loads(head)
-        return cls(
-            proto,
-            tuple(Input(**_tuples(value)) for value in found["inputs"]),
-            tuple(value and Output(**_tuples(value)) for value in found["outputs"]),
-            found["sizes"],
-        )
-
-
-def _tuples(value: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
 
 
 def convert(graph: GraphModule, permuted: bool = True) -> Model:
@@ -116,7 +39,7 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     given = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     results = graph.graph.output_node().args[0]
     expected = [node.meta["val"] if isinstance(node, Node) else None for node in results]
-    graph = GraphModule(graph, nodes_of(graph))
+    graph = GraphModule(graph, _nodes_of(graph))
     first_results(graph.graph)
     graph = decompose(graph)
     plain, inputs = _row_major(graph, expected, permuted)
@@ -145,7 +68,35 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     return Model(_serialise(model), tuple(inputs), tuple(outputs), sizes)
 
 
-def nodes_of(graph: GraphModule) -> Graph:
+def with_initializers(model: Model, positions: Collection[int]) -> Model:
+    """The model with some inputs as initializers whose data is said to be elsewhere.
+
+    :param positions: among the region's inputs, of such as have plain sizes.
+    """
+    import onnx
+
+    if not model.proto:
+        return model
+    proto = onnx.ModelProto.FromString(model.proto)
+    inputs = {value.name: value for value in proto.graph.input}
+    for spec in model.inputs:
+        if spec.position not in positions:
+            continue
+        given = inputs[spec.name]
+        tensor = proto.graph.initializer.add()
+        tensor.name = spec.name
+        tensor.data_type = spec.onnx_type
+        tensor.dims.extend(dim.dim_value for dim in given.type.tensor_type.shape.dim)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        length = math.prod(tensor.dims) * TORCH_TYPES[spec.onnx_type].itemsize
+        for key, value in (("location", "weights"), ("offset", "0"), ("length", f"{length}")):
+            entry = tensor.external_data.add()
+            entry.key, entry.value = key, value
+        proto.graph.input.remove(given)
+    return replace(model, proto=bytes(proto.SerializeToString()))
+
+
+def _nodes_of(graph: GraphModule) -> Graph:
     """A copy of a graph's nodes, whose constants its module holds."""
     new = Graph()
     new.output(new.graph_copy(graph.graph, {}))

@@ -11,7 +11,8 @@ import torch
 from torch.fx import GraphModule
 
 import fuseboard
-from fuseboard_onnxruntime._convert import Model, convert
+from fuseboard_onnxruntime._convert import convert
+from fuseboard_onnxruntime._model import Model
 from fuseboard_onnxruntime._options import Options
 from fuseboard_onnxruntime._session import Runner, load_session
 

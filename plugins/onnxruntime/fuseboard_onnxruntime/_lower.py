@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import fuseboard
-from fuseboard_onnxruntime._convert import Model, convert, nodes_of
+from fuseboard_onnxruntime._model import Model
 from fuseboard_onnxruntime._options import Options
 from fuseboard_onnxruntime._session import Runner, make_session
 
@@ -25,16 +25,21 @@ from fuseboard_onnxruntime._session import Runner, make_session
 class Plan:
     """A region whose weights are to be in sessions.
 
-    :param graph: its graph before the rewrite, of which a copy is kept until it was lowered.
+    :param original: its nodes before the rewrite, kept until it was lowered.
+    :param owner: has the constants that these name.
     :ivar weights: positions of its inputs that are in a session.
     :ivar others: positions of those that come with each call.
     """
 
     def __init__(
-        self, graph: GraphModule, weights: tuple[int, ...], others: tuple[int, ...]
+        self,
+        owner: GraphModule,
+        original: Graph,
+        weights: tuple[int, ...],
+        others: tuple[int, ...],
     ) -> None:
-        self._original: tuple[GraphModule, Graph] | None = graph, nodes_of(graph)
-        self.count = len(graph.graph.find_nodes(op="placeholder"))
+        self._original: tuple[GraphModule, Graph] | None = owner, original
+        self.count = len(original.find_nodes(op="placeholder"))
         self.weights = weights
         self.others = others
         self._model: Model | None = None
@@ -46,6 +51,12 @@ class Plan:
         compiles its Python code, for which a process that loads a session has no use."""
         assert self._original is not None, "it was lowered"
         return GraphModule(*self._original)
+
+    def converted(self) -> Model:
+        """The model whose initializers the weights are."""
+        from fuseboard_onnxruntime._convert import convert, with_initializers
+
+        return with_initializers(convert(self.original), self.weights)
 
     def settle(self, model: Model, options: Options) -> Runner:
         """From here on sessions can be made. Returns what calls them."""
@@ -80,22 +91,26 @@ def fuse(graph: GraphModule, region: fuseboard.Region) -> list[fuseboard.Fusion]
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     weights = tuple(i for i in region.static_inputs if placeholders[i].users)
+    sizes = [size for i in weights for size in placeholders[i].meta["val"].shape]
     others = tuple(i for i in range(len(placeholders)) if i not in region.static_inputs)
     results = graph.graph.output_node().args[0]
     returned = any(placeholders[i] in results for i in weights)
     called = any(placeholders[i].users for i in others)
-    if region.kind != "inference" or not weights or not called or returned:
+    known = all(type(size) is int for size in sizes)
+    if region.kind != "inference" or not (weights and known and called) or returned:
         return None
     names = tuple(node.name for node in graph.graph.nodes if node.op == "call_function")
 
     def apply() -> None:
-        _rewrite(graph, Plan(graph, weights, others), region.signature)
+        _rewrite(graph, Plan(graph, graph.graph, weights, others), region.signature)
 
     return [fuseboard.Fusion("weights as initializers", names, apply)]
 
 
 def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
     """``run_session(signature, session_of(*weights), *others)`` in place of everything.
+
+    In a graph of its own: the plan has the old one, which is only read again where it is converted.
 
     The signature stands for what was there, in keys of caches: both functions hold values of
     their own.
@@ -109,26 +124,27 @@ def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
 
     session_of.cache_key = run_session.cache_key = signature  # type: ignore[attr-defined]
     run_session.plan = plan  # type: ignore[attr-defined]
-    placeholders = graph.graph.find_nodes(op="placeholder")
     output = graph.graph.output_node()
     results = output.args[0]
     values = [node.meta["val"] if isinstance(node, Node) else None for node in results]
+    new = Graph()
+    placeholders = [new.node_copy(node) for node in graph.graph.find_nodes(op="placeholder")]
+    handle = new.call_function(session_of, tuple(placeholders[i] for i in plan.weights))
     example = placeholders[plan.weights[0]].meta["val"]
-    with graph.graph.inserting_before(output):
-        handle = graph.graph.call_function(session_of, tuple(placeholders[i] for i in plan.weights))
-        handle.meta["val"] = example.new_empty((1,), dtype=torch.float32)
-        others = tuple(placeholders[i] for i in plan.others)
-        run = graph.graph.call_function(run_session, (signature, handle, *others))
-        run.meta["val"] = tuple(values)
-        items: list[Node | None] = []
-        for number, value in enumerate(values):
-            if value is None:
-                items.append(None)
-                continue
-            item = graph.graph.call_function(operator.getitem, (run, number))
-            item.meta["val"] = value
-            items.append(item)
-    output.args = (tuple(items),)
+    handle.meta["val"] = example.new_empty((1,), dtype=torch.float32)
+    others = tuple(placeholders[i] for i in plan.others)
+    run = new.call_function(run_session, (signature, handle, *others))
+    run.meta["val"] = tuple(values)
+    items: list[Node | None] = []
+    for number, value in enumerate(values):
+        if value is None:
+            items.append(None)
+            continue
+        item = new.call_function(operator.getitem, (run, number))
+        item.meta["val"] = value
+        items.append(item)
+    new.output(tuple(items)).meta = dict(output.meta)
+    graph.graph = new
 
 
 def _run_node(graph: GraphModule) -> Node | None:
@@ -156,7 +172,7 @@ def lower_region(region: fuseboard.Region, model: Model | None = None) -> fusebo
         # Nobody hoisted the making of sessions (the setting hoist is off).
         return _with_weights_as_inputs(plan.original, options, model)
     if model is None:
-        model = convert(plan.original)
+        model = plan.converted()
     runner = plan.settle(model, options)
     placeholders = region.graph.graph.find_nodes(op="placeholder")
     place = {node: i for i, node in enumerate(placeholders)}
@@ -178,7 +194,10 @@ def lower_region(region: fuseboard.Region, model: Model | None = None) -> fusebo
 def _with_weights_as_inputs(
     graph: GraphModule, options: Options, model: Model | None
 ) -> fuseboard.LoweredRegion:
-    model = convert(graph) if model is None else model
+    if model is None:
+        from fuseboard_onnxruntime._convert import convert
+
+        model = convert(graph)
     runner = Runner(model, model.inputs)
     session = make_session(model, options)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fuseboard_onnxruntime._convert import Input, Model, Output
 from fuseboard_onnxruntime._dtypes import TORCH_TYPES
+from fuseboard_onnxruntime._model import Input, Model, Output
 from fuseboard_onnxruntime._options import LEVELS, Options
 from fuseboard_onnxruntime._sizes import compile_sizes
 
@@ -33,19 +33,17 @@ def make_session(
 ) -> Any:
     """A session.
 
-    :param weights: inputs of the model that become initializers, so that ONNX Runtime folds and
-        packs them; they are copied.
-    :param names: of these inputs.
+    :param weights: for the initializers of the model, which ONNX Runtime folds and packs; they are
+        copied.
+    :param names: of these.
     """
     if not model.proto:
         return None
     settings = _settings(options)
-    proto = model.proto
     if weights:
-        proto = with_initializers(proto, names, weights)
         values = [_ort_value(weight) for weight in weights]
         settings.add_external_initializers(list(names), values)
-    return _session(proto, settings, options)
+    return _session(model.proto, settings, options)
 
 
 def load_session(path: str, options: Options) -> Any:
@@ -82,30 +80,6 @@ def _ort_value(weight: torch.Tensor) -> Any:
     from onnxruntime import OrtValue
 
     return OrtValue.ortvalue_from_numpy(weight.detach().contiguous().numpy())
-
-
-def with_initializers(proto: bytes, names: Sequence[str], weights: Sequence[torch.Tensor]) -> bytes:
-    """The model with some inputs as initializers whose data is said to be elsewhere."""
-    import onnx
-
-    model = onnx.ModelProto.FromString(proto)
-    inputs = {value.name: value for value in model.graph.input}
-    for name, weight in zip(names, weights, strict=True):
-        given = inputs[name]
-        tensor = model.graph.initializer.add()
-        tensor.name = name
-        tensor.data_type = given.type.tensor_type.elem_type
-        tensor.dims.extend(weight.shape)
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        for key, value in (
-            ("location", "weights"),
-            ("offset", "0"),
-            ("length", str(weight.numel() * weight.element_size())),
-        ):
-            entry = tensor.external_data.add()
-            entry.key, entry.value = key, value
-        model.graph.input.remove(given)
-    return bytes(model.SerializeToString())
 
 
 class Runner:
