@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from fuseboard.torch_api.internals import watch_dynamo
@@ -87,6 +89,39 @@ def test_calls_without_a_pause_between_them_leave_it_a_share():
             time.sleep(0.005)
             slices.leave(began)
         assert worker.count > before
+
+
+def test_what_calls_waited_for_too_long_is_made_up_for(monkeypatch):
+    """They wait for no more than their share, whatever holds Python's lock throughout a slice."""
+    now, late_s, waits = 0.0, 0.0, []
+
+    def sleep(seconds):
+        nonlocal now
+        waits.append(seconds + late_s)
+        now += waits[-1]
+
+    def call(seconds=0.04):
+        nonlocal now
+        began = slices.enter()
+        now += seconds
+        slices.leave(began)
+
+    monkeypatch.setattr(module, "_clock", lambda: now)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+    slices, share_s = Slices(), module.SHARE * 0.04
+    slices._workers = 1
+    late_s = 3 * share_s
+    call()
+    late_s = 0.0
+    for _ in range(3):
+        call()
+    assert waits == pytest.approx([4 * share_s])
+    call()
+    assert waits[1:] == pytest.approx([share_s])
+    late_s = 3600.0  # as where the machine slept
+    for _ in range(40):
+        call()
+    assert len(waits) > 3
 
 
 def test_calls_of_several_threads_are_counted():

@@ -8,7 +8,7 @@ torch's own pickler of graphs, with four things done otherwise:
 * It describes each fake tensor with all that a converter of metadata may ask for, half a
   millisecond apiece to read again. Those that have a dtype, sizes and strides alone are described
   by these. Views on storages of symbolic sizes would have these fixed by the converter.
-* It makes nodes with their arguments, which it walks through by pytree, and so does what makes them.
+* It walks through the arguments of each node in Python, twice. Here torch's compiled walk does it.
 * It writes the graph's Python code to send it, which Python's compiler then has in both processes,
   some 40 ms each time for a graph of 500 nodes in which no other thread runs. Here a graph comes
   without code, and has it once somebody asks for it.
@@ -93,7 +93,7 @@ def _unpickled(data: _GraphPickleData, module: GraphModule, state: Any) -> Graph
         return nodes[value] if type(value) is _NodePickleData else value
 
     for one in data.nodes:
-        target = one.target.unpickle(state)
+        target: Any = one.target.unpickle(state)
         node = nodes[one] = graph.create_node(one.op, target, (), {}, one.name, one.type)
         node.args = map_aggregate(one.args, node_of)
         node.kwargs = map_aggregate(one.kwargs, node_of)

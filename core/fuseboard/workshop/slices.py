@@ -7,7 +7,8 @@ at each call of a function in them, whether they should let go:
 * While a call is under way they pause. One that takes very long lets them have a little meanwhile,
   since they may hold a lock that it waits for.
 * A loop that makes one call after the other would leave them nothing. So a call that ends waits
-  for them, as long as a share of what calls took since it last did.
+  for them, as long as a share of what calls took since it last did. Where it waited for longer, as
+  for an engine's code that holds the lock throughout, the next ones owe so much less.
 * Between calls they work in bursts, with rests in which another thread gets the lock at once.
 
 The profile function costs these threads as much CPU time as their work, most of it what Python does
@@ -34,6 +35,8 @@ PAUSE_S, LITTLE_S = 0.1, 0.002
 #: The share of calls' time that is given to the work after them; the least that is given, and the
 #: most for short calls.
 SHARE, LEAST_S, MOST_S = 0.3, 0.001, 0.015
+#: How much of what calls have waited for too long is made up for, at most.
+DEBT_S = 0.1
 
 _clock = time.perf_counter
 
@@ -79,7 +82,8 @@ class Slices:
 
     def leave(self, began: float) -> None:
         """A call ends; it waits for a slice of the work that is owed."""
-        took = _clock() - began
+        ended = _clock()
+        took = ended - began
         with self._lock:
             self._calls = max(self._calls - 1, 0)  # a fork in a call has forgotten it
             if not self._calls:
@@ -90,10 +94,10 @@ class Slices:
             slice_s = min(self._owed_s, max(SHARE * took, MOST_S))
             if slice_s < LEAST_S:
                 return
-            self._owed_s = 0.0
-            self._until = _clock() + slice_s
+            self._until = ended + slice_s
             self._open.set()
         time.sleep(slice_s)
+        self._owed_s = max(self._owed_s - (_clock() - ended), -DEBT_S)
 
     # --- the work -------------------------------------------------------------------------------
 
