@@ -160,6 +160,25 @@ def test_a_training_step_runs_here_in_part(name):
     assert not all_trips()
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_half_of_what_a_gelu_reads_is_read_elsewhere(training):
+    """A product that ONNX Runtime shares between a gelu and another op survives the gelu's fusion."""
+
+    def halves(x):
+        return nn.functional.gelu(x, approximate="tanh") + (x * 0.5).exp()
+
+    x = rnd(5, 24).requires_grad_(training)
+    rival, reference = (t.detach().requires_grad_(training) for t in (x, x.double()))
+    results = [through(halves)(x), halves(reference), halves(rival)]
+    if training:
+        results = [
+            torch.autograd.grad(result.sum(), t)
+            for result, t in zip(results, (x, reference, rival), strict=True)
+        ]
+    assert_closer(results[0], reference=results[1], rival=results[2])
+    assert not all_trips()
+
+
 # --- weights --------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from fuseboard_onnxruntime._sizes import compile_sizes
 #: Tensors without elements have no address, and ONNX Runtime wants one.
 _NOWHERE = ctypes.create_string_buffer(64)
 _SOMEWHERE = ctypes.addressof(_NOWHERE)
+
+#: The fusion of gelu(x, approximate="tanh") removes the node of x * 0.5 whoever else reads it (ONNX
+#: Runtime's core/optimizer/fast_gelu_fusion.cc asks every other node for a single reader, not this
+#: one). Its elimination of common subexpressions shares such nodes before: with a backward that
+#: computes the gelu again, or with the user's own product.
+_FAST_GELU = "FastGeluFusion"
+#: What ONNX Runtime says of the model once the node is gone.
+_INCOMPLETE = "is not a graph input, initializer, or output of a previous node"
 
 _NUMPY_NAMES = {
     torch.float32: "float32",
@@ -54,7 +63,13 @@ def load_session(path: str, options: Options) -> Any:
 def _session(model: Any, settings: Any, options: Options) -> Any:
     import onnxruntime
 
-    return onnxruntime.InferenceSession(model, settings, providers=list(options.providers))
+    make = partial(onnxruntime.InferenceSession, model, settings, list(options.providers))
+    try:
+        return make()
+    except Exception as error:
+        if _INCOMPLETE not in str(error):
+            raise
+    return make(disabled_optimizers=[_FAST_GELU])
 
 
 def _settings(options: Options) -> Any:
