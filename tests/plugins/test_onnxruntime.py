@@ -162,7 +162,7 @@ def test_a_training_step_runs_here_in_part(name):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_half_of_what_a_gelu_reads_is_read_elsewhere(training):
-    """A product that ONNX Runtime shares between a gelu and another op survives the gelu's fusion."""
+    """What ONNX Runtime shares between a gelu and another op survives the fusion."""
 
     def halves(x):
         return nn.functional.gelu(x, approximate="tanh") + (x * 0.5).exp()

@@ -28,6 +28,7 @@ from fuseboard.torch_api import graphs as torch_graphs
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import symbols as torch_symbols
 from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.torch_api.custom_ops import defining_modules
 from fuseboard.torch_api.switches import read_switches
 
 
@@ -126,8 +127,17 @@ def call_parts(
         "graph": hashlib.sha256(text.encode()).hexdigest(),
         "static inputs": f"{static}",
         "code": code_hash(Path(__file__).parents[1]),
+        "custom ops": " ".join(map(_module_hash, defining_modules(graph))),
         **_machine_parts(),
     }
+
+
+def _module_hash(name: str) -> str:
+    """Of the code of a module that defines ops: their gradients are in what is captured."""
+    file = getattr(sys.modules[name], "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise NotCacheable(f"the module {name}, which defines an op, has no file")
+    return code_hash(Path(file))
 
 
 def _machine_parts() -> dict[str, str]:
@@ -190,6 +200,15 @@ def _nameless(graph: GraphModule) -> Iterator[str]:
                     yield f"an argument of {node.name} of type {type(leaf).__name__}"
 
 
+#: torch's own, and what is found by the name under which it is registered.
+_NAMED = (
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+    BuiltinFunctionType,
+    MethodDescriptorType,
+)
+
+
 def _has_a_name(target: Any) -> bool:
     """Whether another process finds the same function, or it says what it is good for.
 
@@ -198,7 +217,7 @@ def _has_a_name(target: Any) -> bool:
     """
     if isinstance(target, torch._ops.HigherOrderOperator):
         return torch_graphs.cacheable(target)
-    if isinstance(target, torch._ops.OpOverload | BuiltinFunctionType | MethodDescriptorType):
+    if isinstance(target, _NAMED):
         return True
     if isinstance(target, FunctionType) and "<" not in target.__qualname__:
         return True

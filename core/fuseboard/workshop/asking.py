@@ -35,6 +35,7 @@ def make_request(graph: DynamoGraph, call: KeptCall, directory: Path) -> Request
         static=graph.static,
         settings=session.settings.model_copy(update={"settle": "first_call"}),
         modules=session.run_time_modules(),
+        op_modules=graph.op_modules,
         frame=graph.frame,
         state=call.named_state(),
         modes=(call.grads, call.inference),

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from fuseboard.board import Session
 from fuseboard.capture.original import forward_of
 from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.torch_api.custom_ops import defining_modules
 from fuseboard.torch_api.dynamo_graphs import static_positions
 from fuseboard.torch_api.frames import frame_title
 from fuseboard.workshop.kept_call import KeptCall
@@ -29,6 +30,7 @@ class DynamoGraph:
     :ivar run: calls it.
     :ivar static: positions of the inputs that Dynamo knows to be parameters or buffers.
     :ivar weights: these, and those of other parameters.
+    :ivar op_modules: define ops that are in it.
     """
 
     session: Session
@@ -38,6 +40,7 @@ class DynamoGraph:
     run: Run
     static: frozenset[int]
     weights: frozenset[int]
+    op_modules: tuple[str, ...]
 
     @classmethod
     def of_call(
@@ -50,7 +53,8 @@ class DynamoGraph:
         static = frozenset(static_positions(graph))
         weights = {i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
         run = forward_of(graph)
-        return cls(session, graph, sizes, frame_title(), run, static, static | weights)
+        ops = defining_modules(graph)
+        return cls(session, graph, sizes, frame_title(), run, static, static | weights, ops)
 
     def keep(self, inputs: Sequence[Any]) -> KeptCall:
         """Keep a call of it for later.

@@ -32,6 +32,12 @@ _CALLS = 8
 
 def answer(request: Request, directory: Path) -> Answer:
     """Try the candidates for a graph on a call's real inputs."""
+    for module in request.op_modules:  # whose code isn't to run in the call's surroundings
+        try:
+            importlib.import_module(module)
+        except CONTAINED as error:
+            why = f"another process can't import {module}, which defines an op: {describe(error)}"
+            return Answer(problem=why, only_here=True)
     with _surroundings(request):
         for module, name in request.modules:
             _register(module, name)

@@ -18,6 +18,7 @@ class Request:
     :ivar graph: as :func:`fuseboard.torch_api.dynamo_graphs.graph_to_bytes` made it.
     :ivar static: positions of the inputs that are parameters or buffers.
     :ivar modules: (module, name) of plugins that were registered at run time.
+    :ivar op_modules: define ops that are in the graph.
     :ivar frame: names the user's function in reports.
     :ivar state: name → value: what results depend on, as the call found it.
     :ivar modes: the grad mode and the inference mode of the call.
@@ -29,6 +30,7 @@ class Request:
     static: frozenset[int]
     settings: Settings
     modules: tuple[tuple[str, str], ...]
+    op_modules: tuple[str, ...]
     frame: str
     state: dict[str, Any]
     modes: tuple[bool, bool]

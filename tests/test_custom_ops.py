@@ -1,0 +1,100 @@
+"""Ops that modules define with ``torch.library.custom_op``; other processes import these."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+from torch import fx
+
+import fuseboard
+from fuseboard.lower.cache_keys import call_parts
+from fuseboard.report.data import ledger
+from fuseboard.torch_api.custom_ops import defining_modules
+from tests.support.beside import loaded, mlp, pinned
+
+#: An op with a gradient; imported in this process it counts as no op of the program's.
+OP = """
+import torch
+
+@torch.library.custom_op("fuseboard_custom_ops::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * {factor}
+
+@scaled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+scaled.register_autograd(lambda ctx, grad: grad * {factor})
+"""
+
+
+@pytest.fixture
+def scaled(tmp_path, monkeypatch):
+    """The op, from a module of its own."""
+    (tmp_path / "defines_scaled.py").write_text(OP.format(factor=3))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("defines_scaled").scaled
+    del sys.modules["defines_scaled"]
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+@pytest.mark.parametrize("training", [False, True])
+def test_an_op_of_a_module_is_tried_beside_calls(scaled, training):
+    """The workshop imports the module; what is chosen there has the right values and gradients."""
+    model, x = mlp(), torch.randn(8, 64)
+    run = pinned(lambda x: model(scaled(x)), "onnxruntime" if training else "mkldnn")
+    with torch.set_grad_enabled(training):
+        for _ in range(3):
+            given, expected = (x.clone().requires_grad_(training) for _ in range(2))
+            results = run(given), model(expected * 3)
+            torch.testing.assert_close(*results)
+            if training:
+                grads = [
+                    torch.autograd.grad(result.square().sum(), t)
+                    for result, t in zip(results, (given, expected), strict=True)
+                ]
+                torch.testing.assert_close(*grads)
+            assert fuseboard.wait(120)
+    assert loaded()
+    assert not any("within calls" in note for report in ledger.graphs() for note in report.notes)
+
+
+def graph_with(op):
+    graph = fx.Graph()
+    graph.output(graph.call_function(op, (graph.placeholder("x"),)))
+    return fx.GraphModule({}, graph)
+
+
+def test_a_key_holds_the_code_of_the_module(scaled, tmp_path):
+    """The gradient of an op is in what is captured: another one is another key."""
+    graph = graph_with(torch.ops.fuseboard_custom_ops.scaled.default)
+    before = call_parts(graph, [torch.ones(2)], [], None)
+    file = tmp_path / "defines_scaled.py"
+    file.write_text(OP.format(factor=4))
+    os.utime(file, ns=(1, 1))
+    after = call_parts(graph, [torch.ones(2)], [], None)
+    assert [name for name in before if before[name] != after[name]] == ["custom ops"]
+
+
+@pytest.mark.parametrize("as_packet", [False, True])
+def test_the_module_of_an_op_is_found(scaled, as_packet):
+    """Whether the graph has the op or its overload; not while the module is being imported."""
+    op = torch.ops.fuseboard_custom_ops.scaled
+    graph = graph_with(op if as_packet else op.default)
+    assert defining_modules(graph) == ("defines_scaled",)
+    spec = sys.modules["defines_scaled"].__spec__
+    spec._initializing = True
+    try:
+        assert defining_modules(graph) == ()
+    finally:
+        spec._initializing = False
+
+
+def test_torchs_own_ops_need_no_module():
+    """Every process that has torch has them."""
+    assert defining_modules(graph_with(torch.ops.prims.abs.default)) == ()
+    assert defining_modules(graph_with(torch.relu)) == ()
