@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, forget_other_graphs
 from tests.support.values import rnd
 from tests.support.ways import ALONE, IN_CALLS, QUICK
@@ -228,3 +230,36 @@ def test_a_default_device_is_no_reason_to_leave_a_checkpoint_to_eager():
     with torch.device("cpu"):
         torch.testing.assert_close(fn(torch.ones(2)), torch.ones(2).sin() + 1)
     assert not all_trips()
+
+
+# --- tensors of other kinds -----------------------------------------------------------------------
+
+
+def jagged():
+    parts = [rnd(2, 3).requires_grad_(), rnd(4, 3, seed=1)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+def quantised(x):
+    return torch.quantize_per_tensor(x, 0.1, 3, torch.quint8)
+
+
+OTHER_KINDS = {
+    "jagged": (lambda t: (torch.softmax(t, -1).values(), (t * 2 + 1).values()), jagged),
+    "jagged linear": (lambda t: F.linear(t, rnd(2, 3)).values(), jagged),
+    "int_repr": (lambda x: (quantised(x).int_repr(), x + 1), lambda: rnd(5)),
+    "dequantised": (lambda x: quantised(x * 2).dequantize(), lambda: rnd(5)),
+    "oneDNN": (lambda t: t.to_dense() * 2, lambda: rnd(3, 3).to_mkldnn()),
+}
+
+
+@every_way
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_judged_or_lowered_runs_as_dynamo_has_it(kind, way):
+    """With a reason in the report, and no trip."""
+    function, make = OTHER_KINDS[kind]
+    assert_as_eager(function, way, lambda: [make()])
+    assert not all_trips()
+    notes = [note for graph in ledger.graphs() for note in graph.notes]
+    assert any("Dynamo's own graph runs: " in note for note in notes)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
 from fuseboard.capture.original import fix_negative_bases
-from fuseboard.capture.unfit_graphs import take_out_inference_mode
+from fuseboard.capture.unfit_graphs import take_out_inference_mode, why_not_supported
 from fuseboard.capture.untraced_modes import why_untraced
 from fuseboard.config import resolve
 from fuseboard.errors import LoweringError
@@ -95,6 +95,8 @@ def _refuse_untraced(session: Session, graph: GraphModule) -> None:
 
 def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
     """What answers calls from now on: compiled beside them, or before this returns."""
+    if why_not_supported(graph, inputs):
+        return _compile(session, graph, inputs)
     why = why_in_calls(session, inputs) or why_held(graph)
     if not why:
         try:

@@ -8,6 +8,9 @@ Inputs of a subclass of ``torch.Tensor`` that has no ``__torch_dispatch__`` of i
 call raise (``_AnalyzeCustomOpInputOutputMode`` in
 ``torch/_functorch/_aot_autograd/runtime_wrappers.py`` knows none), though they differ from tensors
 in name alone; and what is compiled would return plain tensors.
+
+Tensors of other kinds than fuseboard judges and lowers are no fault of AOTAutograd's: graphs of
+them run as they are as well (:func:`why_not_supported`).
 """
 
 from __future__ import annotations
@@ -17,11 +20,47 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 _ENTER, _EXIT = "_enter_inference_mode", "_exit_inference_mode"
 
 #: Types that a mode of AOTAutograd's knows.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def why_not_supported(graph: GraphModule, inputs: Sequence[Any]) -> str:
+    """Why a graph of Dynamo's is left as it is: the kind of a tensor; "" if it needn't be.
+
+    :param inputs: real ones, and symbolic numbers.
+    """
+    for value in inputs:
+        if why := _why_of_another_kind(value):
+            return why
+    # Fake tensors aren't quantised (torch 2.13), so that no node's value tells: its arguments do.
+    for one in (one for one in graph.modules() if isinstance(one, GraphModule)):
+        for node in one.graph.nodes:
+            if any(arg in _QUANTIZED for arg in _dtypes((node.args, node.kwargs))):
+                return "it quantises tensors"
+    return ""
+
+
+def _why_of_another_kind(value: Any) -> str:
+    if isinstance(value, torch.SymInt) and value.node.is_nested_int():
+        return "an input is a size of nested tensors"
+    if not isinstance(value, torch.Tensor):
+        return ""
+    if value.is_nested:
+        return "an input is a nested tensor"
+    if value.is_quantized:
+        return "an input is quantised"
+    return "an input has oneDNN's layout" if value.layout is torch._mkldnn else ""  # type: ignore[attr-defined]
+
+
+def _dtypes(args: Any) -> list[torch.dtype]:
+    return [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.dtype)]
 
 
 def why_unfit(graph: GraphModule, inputs: Sequence[Any]) -> str:

@@ -101,6 +101,9 @@ def compile_graph(
     :param rewrite: let plugins rewrite Dynamo's graph before it is captured.
     """
     call = GraphCall(session, graph, frame)
+    if why := unfit_graphs.why_not_supported(graph, example_inputs):
+        call.pipeline.leave_as_it_is(why)
+        return Compiled(forward_of(graph), call, is_dynamo_graph=True)
     if why := unfit_graphs.why_unfit(graph, example_inputs):
         call.pipeline.contain_refused_graph(LoweringError(why))
         return Compiled(forward_of(graph), call, is_dynamo_graph=True)

@@ -149,6 +149,13 @@ class Pipeline:
         self._tripped(report, refused_by, "capture", error, instead)
         emit(report)
 
+    def leave_as_it_is(self, why: str) -> None:
+        """Nothing is tried: the graph runs as Dynamo has it, which is no failure."""
+        report = self._report("inference")
+        ledger.add(report)
+        report.notes.append(f"Dynamo's own graph runs: {why}")
+        emit(report)
+
     def contain_other_graph(self, problem: str) -> None:
         """AOTAutograd captured something else than the graph, which then runs as Dynamo has it.
 

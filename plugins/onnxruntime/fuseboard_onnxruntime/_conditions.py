@@ -76,10 +76,22 @@ def floats_only(node: Node) -> str | None:
     return None
 
 
-def no_bool_inputs(node: Node) -> str | None:
-    """Numbers on both sides."""
+def comparison(node: Node) -> str | None:
+    """Numbers on both sides; a constant that the other side's dtype has."""
     if any(map(_is_bool, node.args)):
         return "a comparison of booleans"
+    value, number = tensor(node.args[0]), node.args[1]
+    if value is not None and not value.is_floating_point() and isinstance(number, int):
+        limits = torch.iinfo(value.dtype)
+        if not limits.min <= number <= limits.max:
+            return f"a comparison with a number beyond {value.dtype}"
+    return None
+
+
+def no_bool_result(node: Node) -> str | None:
+    """Numbers to choose from."""
+    if _is_bool(node):
+        return "ONNX Runtime has no kernel that chooses among booleans"
     return None
 
 
@@ -138,13 +150,6 @@ def safe_division(node: Node) -> str | None:
     return no_bool(node)
 
 
-def division(node: Node) -> str | None:
-    """True division; or a rounded one of integers by a constant that is neither 0 nor -1."""
-    if argument(node, 2, "rounding_mode") is not None:
-        return safe_division(node)
-    return None
-
-
 def power(node: Node) -> str | None:
     """Of integers: a constant exponent that isn't negative."""
     exponent = node.args[1]
@@ -186,6 +191,16 @@ def _all_or_reduced(node: Node) -> Any:
     assert value is not None
     named = [a.name for a in target._schema.arguments]
     return _reduced(node) if "dim" in named else value.numel()
+
+
+def sum_of(node: Node) -> str | None:
+    """Over at most 1024 elements: floats, or integers that are narrower than their sum."""
+    value, result = tensor(node.args[0]), tensor(node)
+    assert value is not None
+    assert result is not None
+    if not result.is_floating_point() and value.dtype.itemsize >= result.dtype.itemsize:
+        return "ONNX Runtime adds up integers as floats: they don't wrap around, nor keep all bits"
+    return short(node)
 
 
 def not_empty(node: Node) -> str | None:
@@ -307,7 +322,7 @@ def attention_backward(node: Node) -> str | None:
 
 
 def convolution(node: Node) -> str | None:
-    """Not transposed; with a batch and elements."""
+    """Floats, not transposed; with a batch and elements."""
     value = tensor(node.args[0])
     if value is None or not known_true(value.numel() > 0):
         return "a convolution of nothing"
@@ -315,7 +330,7 @@ def convolution(node: Node) -> str | None:
         return "a transposed convolution"
     if value.dim() not in (3, 4, 5):
         return "an input without a batch"
-    return None
+    return floats_only(node)
 
 
 def pooling(node: Node) -> str | None:

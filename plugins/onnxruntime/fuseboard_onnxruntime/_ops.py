@@ -23,10 +23,10 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     # pointwise
     (
         "abs acos acosh asin asinh atan atanh cos cosh erf exp exp2 log log10 log2 log1p expm1 "
-        "sigmoid sin sinh sqrt tan tanh rsqrt reciprocal isinf isnan logical_not",
+        "sigmoid sin sinh sqrt tan tanh rsqrt reciprocal isinf logical_not",
         None,
     ),
-    ("ceil floor round trunc frac", when.floats_only),
+    ("ceil floor round trunc frac isnan", when.floats_only),
     (
         "gelu silu mish celu leaky_relu softplus hardsigmoid hardswish hardtanh relu ",
         when.floats_only,
@@ -35,17 +35,17 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     ("add.Tensor sub.Tensor rsub.Scalar mul.Tensor maximum minimum neg sign", when.no_bool),
     ("clamp", when.no_bool),
     ("bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not", None),
-    ("div.Tensor div.Tensor_mode", when.division),
+    ("div.Tensor", None),
     ("remainder.Scalar floor_divide", when.safe_division),
     ("pow.Tensor_Scalar pow.Tensor_Tensor", when.power),
     ("addcmul addcdiv lerp.Scalar lerp.Tensor", when.floats_only),
     (
         "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor "
         "gt.Scalar gt.Tensor ge.Scalar ge.Tensor",
-        when.no_bool_inputs,
+        when.comparison,
     ),
     ("logical_and logical_or logical_xor", when.bools_only),
-    ("where.self masked_fill.Scalar", None),
+    ("where.self masked_fill.Scalar", when.no_bool_result),
     # gradients of these
     (
         "tanh_backward sigmoid_backward silu_backward gelu_backward leaky_relu_backward",
@@ -54,7 +54,8 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     ("threshold_backward hardtanh_backward", when.equal_strides),
     ("_softmax_backward_data _log_softmax_backward_data", when.softmax_gradient),
     # reductions
-    ("sum sum.dim_IntList cumsum", when.short),
+    ("sum sum.dim_IntList", when.sum_of),
+    ("cumsum", when.short),
     ("mean mean.dim logsumexp", when.mean_of),
     ("var.correction std.correction var_mean.correction", when.variance),
     ("linalg_vector_norm", when.norm_order),

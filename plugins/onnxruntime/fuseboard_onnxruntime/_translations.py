@@ -34,6 +34,14 @@ def translations() -> dict[Any, Callable[..., Any]]:
             result = op.Min(result, op.CastLike(max, self))
         return op.Identity(result) if result is self else result
 
+    def power(self, exponent):
+        """Roots are what eager calls: of minus infinity, a power is infinite and a root NaN."""
+        if exponent == 0.5:
+            return op.Sqrt(self)
+        if exponent == -0.5:
+            return op.Reciprocal(op.Sqrt(self))
+        return op.Pow(self, op.CastLike(exponent, self))
+
     def batch_norm(input, weight, bias, running_mean, running_var, momentum, eps):
         one = op.CastLike(1.0, input)
         channels = op.Shape(running_mean)
@@ -150,6 +158,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
         aten.layer_norm.default: layer_norm,
         aten.sign.default: sign,
         aten.clamp.default: clamp,
+        aten.pow.Tensor_Scalar: power,
         aten._native_batch_norm_legit_no_training.default: batch_norm,
         aten.embedding.default: embedding,
         aten.gather.default: gather,
