@@ -148,10 +148,19 @@ def test_another_compile_finds_what_the_workshop_answered(monkeypatch):
     assert loaded()
 
 
+@pytest.fixture
+def wins_after_four(monkeypatch):
+    """What was compiled beside the calls wins the trial, with pairs of calls to tell of."""
+
+    def winner(trial):
+        return 1 if trial.calls == 8 else None
+
+    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", winner)
+
+
+@pytest.mark.usefixtures("wins_after_four")
 def test_what_won_the_trial_needs_none_in_a_later_process(monkeypatch):
     """It takes the place of Dynamo's own graph as soon as it is loaded."""
-    after_four = lambda trial: 1 if trial.calls == 8 else None  # noqa: E731
-    monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", after_four)
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         pinned(model)(x)
@@ -264,9 +273,9 @@ def test_writes_views_and_identities_are_eagers_after_the_swap():
             assert fuseboard.wait(120)
 
 
-@pytest.mark.usefixtures("chosen")
+@pytest.mark.usefixtures("wins_after_four")
 def test_what_trips_after_the_swap_isnt_swapped_in_by_a_later_process():
-    """Dynamo's own graph runs there from the first call on."""
+    """Dynamo's own graph runs there from the first call on, though it had lost the trial."""
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         run = pinned(model)
