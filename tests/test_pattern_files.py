@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 
@@ -153,3 +154,17 @@ def test_a_module_without_patterns_is_an_error():
     result = CliRunner().invoke(app, ["patterns", "json"])
     assert result.exit_code == 2
     assert "module 'json' has no attribute of type fuseboard.Patterns" in result.output
+
+
+@pytest.mark.parametrize("module", ["fuseboard_triton.patterns.gated"])
+def test_the_files_of_what_ships_are_current(module):
+    """For the installed torch; if it is another release, they are at least found to be void."""
+    pytest.importorskip("triton", reason="needs Triton")
+    patterns = importlib.import_module(module).PATTERNS
+    problems = list(patterns.files.problems(patterns.patterns))
+    written = (patterns.files.directory / "gated_silu.pattern").read_text()
+    release = ".".join(torch.__version__.split(".")[:2])
+    if f"# For torch {release}," in written:
+        assert problems == []
+    else:
+        assert all("another torch" in problem for problem in problems)

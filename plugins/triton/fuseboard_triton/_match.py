@@ -6,30 +6,40 @@ residual, casts, which results are saved for the backward) matters to the kernel
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Callable, Iterator
 
 from torch.fx import GraphModule, Node
 
 from fuseboard_triton.patterns import gated, norms, rotary, softmax
 from fuseboard_triton.patterns.nodes import Match
 
-#: The larger pattern comes first: a softmax may be a part of a cross entropy.
-FINDERS = (*softmax.WHOLE, *rotary.FINDERS, *norms.FINDERS, *gated.FINDERS, *softmax.FINDERS)
+#: What finds matches that end in a node. The larger comes first: a softmax may be a part of a loss.
+_BEFORE_GATED = (*softmax.WHOLE, *rotary.FINDERS, *norms.FINDERS)
+_AFTER_GATED = softmax.FINDERS
 
 
 def matches(graph: GraphModule) -> list[Match]:
     """Places that don't overlap, in graph order; the larger pattern comes first."""
     taken: set[Node] = set()
     found = []
-    for finder in FINDERS:
-        for node in graph.graph.nodes:
-            if node.op != "call_function" or node in taken:
-                continue
-            match = finder(node)
-            if match is not None and not taken & set(match.nodes):
-                taken |= set(match.nodes)
-                found.append(match)
+    candidates = (_ending(graph, _BEFORE_GATED), gated.find(graph), _ending(graph, _AFTER_GATED))
+    for match in itertools.chain.from_iterable(candidates):
+        if not taken & set(match.nodes):
+            taken |= set(match.nodes)
+            found.append(match)
     return found
+
+
+def _ending(
+    graph: GraphModule, finders: tuple[Callable[[Node], Match | None], ...]
+) -> Iterator[Match]:
+    for finder in finders:
+        for node in graph.graph.nodes:
+            match = finder(node) if node.op == "call_function" else None
+            if match is not None:
+                yield match
 
 
 def put_kernels(graph: GraphModule) -> list[str]:

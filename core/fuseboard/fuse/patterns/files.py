@@ -90,7 +90,7 @@ def stamp(pattern: Pattern) -> str:
     try:
         source = inspect.getsource(pattern.search)
     except (OSError, TypeError):
-        source = f"{pattern.search!r}"
+        source = f"{getattr(pattern.search, '__qualname__', type(pattern.search))}"
     parts = [source, repr(list(map(_described, pattern.examples))), repr(pattern.kinds)]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return f"torch {release}, {digest}"

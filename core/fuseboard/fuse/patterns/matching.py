@@ -34,6 +34,9 @@ Binding = dict[Node, Any]
 #: Ops that give the same bits for their first two operands in the other order.
 _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 
+#: Ops whose dimension is one of their result.
+_NEW_DIMENSION = frozenset({aten.unsqueeze.default})
+
 #: How many nodes are compared from one place, over all orders of operands.
 _MOST_STEPS = 20_000
 
@@ -191,6 +194,12 @@ class Matcher:
         """Whether nobody else reads what the form doesn't return."""
         inside = {found for own, found in bound.items() if own.op == "call_function"}
         returned = {bound[own] for own in self._form.outputs}
+        for own, found in bound.items():
+            if own.op == "placeholder" and isinstance(found, Node) and found in inside - returned:
+                self._misses.note(
+                    bound, None, f"{own.target} would be {found.name}, of the pattern"
+                )
+                return False
         for node in inside - returned:
             for reader in readers(node):
                 if reader in inside or _is_dead_item(reader):
@@ -215,12 +224,31 @@ def _operands(wanted: Node, found: Node) -> Iterator[list[_Goal]]:
     if len(own) != len(theirs):  # of a function of Python's, with another number of arguments
         yield [(len(own), len(theirs), wanted, "the number of arguments")]
         return
-    pairs = [(value, other, name) for (name, value), (_, other) in zip(own, theirs, strict=True)]
+    pairs = [
+        (*_dimensions(name, (value, other), found), name)
+        for (name, value), (_, other) in zip(own, theirs, strict=True)
+    ]
     yield _flat(wanted, pairs)
     if wanted.target in _COMMUTATIVE and not _is_same(theirs[0][1], theirs[1][1]):
         (a, x, first), (b, y, second), *rest = pairs
         if dict(own).get("alpha", 1) == 1:
             yield _flat(wanted, [(a, y, first), (b, x, second), *rest])
+
+
+def _dimensions(name: str, values: tuple[Any, Any], found: Node) -> tuple[Any, Any]:
+    """Two arguments of one name, dimensions of the first operand counted from the front."""
+    first = found.args[0] if found.args else None
+    rank = getattr(first.meta.get("val"), "ndim", 0) if isinstance(first, Node) else 0
+    if name not in ("dim", "dims", "dim0", "dim1") or not rank or found.target in _NEW_DIMENSION:
+        return values
+
+    def counted(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return list(map(counted, value))
+        return value % rank if type(value) is int else value
+
+    one, other = map(counted, values)
+    return (one, other) if one == other else values
 
 
 def _flat(wanted: Node, pairs: Iterable[tuple[Any, Any, str]]) -> list[_Goal]:
