@@ -139,6 +139,31 @@ def test_operands_may_be_in_the_other_order():
     check_inference(f, RMS, 1, rnd(3, 8), rnd(8, seed=1))
 
 
+def test_dimensions_may_be_counted_from_the_other_end():
+    def f(x, w):
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5) * w
+
+    check_inference(f, RMS, 1, rnd(3, 8), rnd(8, seed=1))
+
+
+def test_an_inner_value_is_no_input():
+    """The activation of a product with itself, which would be read by what replaces it."""
+    gated = Pattern("gated", lambda a, b: F.silu(a) * b, [torch.empty(2)] * 2, lambda a, b: b)
+    check_inference(lambda x: F.silu(x) * F.silu(x), gated, 0, rnd(4))
+    graph = graph_of(lambda x: F.silu(x), rnd(4))
+    (silu,) = graph.graph.find_nodes(op="call_function", target=aten.silu.default)
+    with graph.graph.inserting_after(silu):
+        product = graph.graph.call_function(aten.mul.Tensor, (silu, silu))
+    graph.graph.output_node().args = (product,)
+    text = str(Patterns([gated]).nearest("gated", graph, "inference"))
+    assert "b would be silu, of the pattern" in text
+
+
+def test_in_inference_mode():
+    with torch.inference_mode():
+        check_inference(lambda x, w: rms(x, w, 1e-5), RMS, 1, rnd(3, 8), rnd(8, seed=1))
+
+
 def test_one_value_may_be_two_inputs():
     """In the graph, and as an example."""
     shared = torch.empty(2, 3)

@@ -47,7 +47,7 @@ def trace_forward(function: Function, values: Sequence[Any], table: Table) -> Gr
 
     :param table: op → what it decomposes into.
     """
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         return _traced(lambda *inputs: tree_leaves(function(*inputs)), values, table)
 
 

@@ -1,7 +1,8 @@
 """Where the written kernels fit: patterns of ATen nodes, and what stands in their place.
 
-Patterns are matched by structure rather than node by node, since what may differ (an epsilon, a
-residual, casts, which results are saved for the backward) matters to the kernels.
+Gated activations and RMS norms that are written out are functions (``fuseboard.Pattern``). The
+others are matched by hand, since what may differ (a residual, which results are saved for the
+backward) matters to the kernels.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from fuseboard_triton.patterns import gated, norms, rotary, softmax
 from fuseboard_triton.patterns.nodes import Match
 
 #: What finds matches that end in a node. The larger comes first: a softmax may be a part of a loss.
-_BEFORE_GATED = (*softmax.WHOLE, *rotary.FINDERS, *norms.FINDERS)
-_AFTER_GATED = softmax.FINDERS
+_FIRST = (*softmax.WHOLE, *rotary.FINDERS, *norms.FINDERS)
+_LAST = softmax.FINDERS
 
 
 def matches(graph: GraphModule) -> list[Match]:
     """Places that don't overlap, in graph order; the larger pattern comes first."""
     taken: set[Node] = set()
     found = []
-    candidates = (_ending(graph, _BEFORE_GATED), gated.find(graph), _ending(graph, _AFTER_GATED))
-    for match in itertools.chain.from_iterable(candidates):
+    written_out = itertools.chain(norms.find(graph), gated.find(graph))
+    for match in itertools.chain(_ending(graph, _FIRST), written_out, _ending(graph, _LAST)):
         if not taken & set(match.nodes):
             taken |= set(match.nodes)
             found.append(match)

@@ -56,7 +56,7 @@ def _fits(match: fuseboard.PatternMatch) -> bool:
 
 PATTERNS = fuseboard.Patterns(
     [make(kind) for make in (_backward, _forward) for kind in _ACTIVATIONS],
-    Path(__file__).with_name("traced"),
+    Path(__file__).with_name("traced_gated"),
 )
 
 

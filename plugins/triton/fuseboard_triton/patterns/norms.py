@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+import fuseboard
 from fuseboard_triton._ir import same
 from fuseboard_triton._torch_internals import size_of
 from fuseboard_triton.kernels import layer_norm, rms_norm
@@ -17,7 +20,6 @@ from fuseboard_triton.patterns.nodes import (
     is_plain,
     items,
     meta,
-    one_reader,
     residual_of,
     width_of,
 )
@@ -49,64 +51,55 @@ def _fused_rms_norm(node: Node) -> Match | None:
     return _rms_outputs(x, found[0], found.get(1), weight, eps, (node, *found.values()))
 
 
-def _written_out_rms_norm(node: Node) -> Match | None:
-    """``x * rsqrt(mean(x**2) + eps) * weight`` in single ops, cast to float32 between or not."""
-    if not calls(node, aten.rsqrt.default):
-        return None
-    added = node.args[0]
-    if not calls(added, aten.add.Tensor, aten.add.Scalar) or added.kwargs:
-        return None
-    mean, eps = added.args
-    if not isinstance(eps, float) or not calls(mean, aten.mean.dim):
-        return None
-    squares, dims, *rest = mean.args
-    if not calls(squares, aten.pow.Tensor_Scalar) or squares.args[1] != 2 or rest != [True]:
-        return None
-    wide = squares.args[0]
-    rank = meta(wide).dim()
-    if [dim % rank for dim in dims] != [rank - 1] or not one_reader(squares, mean, added):
-        return None
-    x = _uncast(wide)
-    scaled = [
-        user
-        for user in node.users
-        if calls(user, aten.mul.Tensor) and any(_uncast(arg) is x for arg in user.args)
-    ]
-    if len(scaled) != 1 or not one_reader(scaled[0]) or not width_of(x):
-        return None
-    y, nodes = scaled[0], [squares, mean, added, node, scaled[0]]
-    if meta(y).dtype != meta(x).dtype:
-        (y,) = y.users
-        if not calls(y, aten._to_copy.default):
-            return None
-        nodes.append(y)
-    weight = _weight_of(y)
-    if weight is not None:
-        (y,) = y.users
-        nodes.append(y)
-    rstd = node if len(node.users) > 1 else None
-    if not is_plain(x, y, weight) or meta(node).dtype != torch.float32:
-        return None
-    return _rms_outputs(x, y, rstd, weight, eps, nodes)
+def _written_out(wide: bool, weighted: bool, add: Any) -> fuseboard.Pattern:
+    """``x * rsqrt(mean(x**2) + eps) * weight`` in single ops.
+
+    :param wide: cast to float32 between.
+    :param add: the op that adds eps; torch's own composite has another one.
+    """
+
+    def search(x: Any, eps: float, weight: Any = None) -> tuple[Any, ...]:
+        cast = x.to(torch.float32) if wide else x
+        rstd = torch.rsqrt(add(cast.pow(2).mean(-1, keepdim=True), eps))
+        y = (cast * rstd).to(x.dtype)
+        y = y if weight is None else y * weight
+        return (rstd, y, cast) if wide else (rstd, y)  # which others may read
+
+    x = torch.empty(2, 8, dtype=torch.half if wide else torch.float32)
+    examples = [x, 1e-5, x[0]] if weighted else [x, 1e-5]
+    parts = ["rms_norm", "wide" * wide, "weighted" * weighted, add._overloadname]
+    name = " ".join(filter(None, parts))
+    return fuseboard.Pattern(name, search, examples, check=_fits, training=False)
 
 
-def _uncast(node: Any) -> Any:
-    """What a cast to float32 is of."""
-    return node.args[0] if calls(node, aten._to_copy.default) else node
+def _fits(match: fuseboard.PatternMatch) -> bool:
+    rstd, y = match.results[:2]
+    x, weight = match.arguments["x"], match.arguments.get("weight")
+    if not width_of(x) or not is_plain(x, y, weight) or meta(rstd).dtype != torch.float32:
+        return False
+    sizes = None if weight is None else meta(weight).shape
+    return sizes is None or (len(sizes) == 1 and same(size_of(sizes[0]), width_of(x)))
 
 
-def _weight_of(node: Node) -> Node | None:
-    """The vector that a value's only reader multiplies it with."""
-    if not one_reader(node):
-        return None
-    (user,) = node.users
-    if not calls(user, aten.mul.Tensor):
-        return None
-    weight = next((arg for arg in user.args if arg is not node), None)
-    if not isinstance(weight, Node) or not isinstance(meta(weight), torch.Tensor):
-        return None
-    fits = meta(weight).dim() == 1 and same(size_of(meta(weight).shape[0]), width_of(node))
-    return weight if fits and meta(user).dtype == meta(node).dtype else None
+PATTERNS = fuseboard.Patterns(
+    [
+        _written_out(wide, weighted, add)
+        for weighted in (True, False)
+        for wide in (True, False)
+        for add in (aten.add.Tensor, aten.add.Scalar)
+    ],
+    Path(__file__).with_name("traced_norms"),
+)
+
+
+def find(graph: GraphModule) -> Iterator[Match]:
+    """RMS norms that are written out."""
+    for match in PATTERNS.find(graph, "inference", {}):
+        rstd, y, *cast = match.results
+        nodes = [node for node in match.nodes if node not in cast]
+        read = rstd if set(rstd.users) - set(nodes) else None
+        x, eps, *weight = match.arguments.values()
+        yield _rms_outputs(x, y, read, weight[0] if weight else None, eps, nodes)
 
 
 def _rms_norm_backward(node: Node) -> Match | None:
@@ -153,7 +146,6 @@ def _layer_norm_backward(node: Node) -> Match | None:
 
 FINDERS = (
     _fused_rms_norm,
-    _written_out_rms_norm,
     _rms_norm_backward,
     _layer_norm,
     _layer_norm_backward,
