@@ -279,6 +279,28 @@ def test_sizes_of_0(empty):
     torch.testing.assert_close(got, eager)
 
 
+def is_exact(inputs):
+    """Of an addition's mask: the result and all gradients, as far as eager is."""
+    results = [learned(compiled(additive), inputs), learned(additive, inputs)]
+    for values in zip(*results, learned(additive, inputs, torch.float64), strict=True):
+        no_further(*values)
+    return (found(), all_trips()) == (1, [])
+
+
+@pytest.mark.parametrize("width", [1, 3, 256, 300])
+def test_other_widths_of_one_head(width):
+    """The kernel takes any."""
+    sizes = ((S, width), (T, width), (T, width), (S, T))
+    assert is_exact([rnd(B, 1, *two, seed=i) for i, two in enumerate(sizes)])
+
+
+def test_operands_with_gaps():
+    """Dimensions may be in any order."""
+    q, k = rnd(S, B, D, H).permute(1, 3, 0, 2), rnd(T, D, B, H, seed=1).permute(2, 3, 0, 1)
+    v, m = rnd(B, H, D, T, seed=2).mT, rnd(T, S, 1, B, seed=3).permute(3, 2, 1, 0)
+    assert is_exact([q, k, v, m])
+
+
 # --- where the kernel isn't the formula -----------------------------------------------------------
 
 
@@ -470,7 +492,7 @@ LEARNED = [
 ]
 
 
-def learned(function, inputs, dtype):
+def learned(function, inputs, dtype=torch.float32):
     """The result, and the gradients, that of the mask among them."""
     own = [value.to(dtype).clone().requires_grad_() for value in inputs]
     result = function(*own)
@@ -511,27 +533,20 @@ def test_a_mask_with_a_gradient(form, block_scores, monkeypatch):
 def test_a_gradient_of_a_mask_of_any_shape(shape):
     """It is summed over what the mask was broadcast to."""
     inputs = [*drawn()[:3], rnd(*shape, seed=3)]
-    got, eager = (
-        learned(function, inputs, torch.float32) for function in (compiled(additive), additive)
-    )
+    got, eager = (learned(function, inputs) for function in (compiled(additive), additive))
     torch.testing.assert_close(got, eager)
     assert found() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_gradient_of_a_mask_of_another_dtype(dtype, monkeypatch):
+    """Sums over blocks are of float32 at least."""
     monkeypatch.setattr(attention_formula, "BLOCK_SCORES", 10)
-    got, eager, precise = (
-        learned(function, drawn(dtype), wider)
-        for function, wider in (
-            (compiled(halved_mask), dtype),
-            (halved_mask, dtype),
-            (halved_mask, torch.float64),
-        )
-    )
-    for values in zip(got, eager, precise, strict=True):
+    form = additive if dtype == torch.float64 else halved_mask
+    results = [learned(one, drawn(dtype), dtype) for one in (compiled(form), form)]
+    for values in zip(*results, learned(form, drawn(dtype), torch.float64), strict=True):
         no_further(*values)
-    assert (found(), got[4].dtype) == (1, dtype)
+    assert (found(), results[0][4].dtype) == (1, dtype)
 
 
 def test_masked_rows_whose_mask_has_a_gradient():
@@ -539,9 +554,7 @@ def test_masked_rows_whose_mask_has_a_gradient():
     for little in (-math.inf, MIN):
         inputs = drawn()
         inputs[3][0, 0, 2] = little
-        got, eager = (
-            learned(function, inputs, torch.float32) for function in (compiled(additive), additive)
-        )
+        got, eager = (learned(function, inputs) for function in (compiled(additive), additive))
         torch.testing.assert_close(got, eager, equal_nan=True)
     assert not all_trips()
 
@@ -601,8 +614,23 @@ def merged_and_written(q, k, v, m):
     return result * 2.0
 
 
+def scores_in_place(q, k, v, m):
+    """Nobody else reads the scores."""
+    scores = q @ k.mT
+    scores *= 0.3
+    scores += m
+    return F.softmax(scores, dim=-1) @ v
+
+
+def filled_in_place(q, k, v, m):
+    scores = q @ k.mT
+    scores /= 3.0
+    return F.softmax(scores.masked_fill_(m > 0.5, -math.inf), dim=-1) @ v
+
+
 SPELLINGS = [
     *(permuted_by_name, transposed_by_name, filled_by_name, added_in_place, merged_and_written),
+    *(scores_in_place, filled_in_place),
 ]
 
 
@@ -704,6 +732,33 @@ def written_to(q, k, v, m):
     return F.softmax(scores, dim=-1) @ v
 
 
+def seen_before_a_write(q, k, v, m):
+    scores = q @ k.mT
+    seen = scores[0]
+    scores += m
+    return F.softmax(scores, dim=-1) @ v + seen.sum()
+
+
+def added_to_the_mask(q, k, v, m):
+    mask = m.expand(B, H, S, T).clone()
+    mask += q @ k.mT
+    return F.softmax(mask, dim=-1) @ v
+
+
+def rounded_between(q, k, v, m):
+    """The kernel rounds nothing before it has the result."""
+    return F.softmax((q @ k.mT).half(), dim=-1).float() @ v
+
+
+def masked_afterwards(q, k, v, m):
+    return F.softmax(q @ k.mT, dim=-1).masked_fill(m > 0.5, 0.0) @ v
+
+
+def largest_taken_off(q, k, v, m):
+    scores = q @ k.mT
+    return F.softmax(scores - scores.amax(-1, keepdim=True), dim=-1) @ v
+
+
 def no_product(q, k, v, m):
     return F.softmax(m.expand(B, H, S, T), dim=-1) @ v
 
@@ -727,7 +782,8 @@ def log_softmax(q, k, v, m):
 MISSES = [
     *(other_dimension, probabilities_returned, scores_returned, scaled_with_the_mask),
     *(scaled_by_a_tensor, wider_mask, filled_with_little, written_to, no_product, the_other_way),
-    *(other_sizes_of_value, capped, log_softmax),
+    *(other_sizes_of_value, capped, log_softmax, seen_before_a_write, added_to_the_mask),
+    *(rounded_between, masked_afterwards, largest_taken_off),
 ]
 
 
@@ -806,6 +862,14 @@ def writes_the_mask(q, k, v, m):
     return F.softmax(scores, -1) @ v
 
 
+def writes_the_mask_later(q, k, v, m):
+    """A sum doesn't save what is added."""
+    m = m.clone()
+    result = F.softmax(q @ k.mT + m, -1) @ v
+    m.zero_()
+    return result + m.sum()
+
+
 def stops_gradients(q, k, v, m):
     with torch.no_grad():
         chosen = F.softmax(q @ k.mT, -1)
@@ -826,9 +890,11 @@ def test_what_is_written_to_in_between_is_read_before_that(near_miss):
     assert found() == 0
 
 
-@pytest.mark.parametrize("near_miss", [stops_gradients, chooses_one], ids=name)
+@pytest.mark.parametrize(
+    "near_miss", [stops_gradients, chooses_one, writes_the_mask_later], ids=name
+)
 def test_what_isnt_one_op_stays_as_written(near_miss):
-    """Modes between the products; casts that round to whole numbers."""
+    """Modes between the products; casts that round to whole numbers; masks that aren't kept."""
     inputs = [x.requires_grad_() for x in drawn()]
     run = compiled(near_miss)
     for _ in range(2):

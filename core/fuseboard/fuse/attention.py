@@ -30,7 +30,7 @@ from fuseboard.fuse.interruptions import has_effects, interrupted, opens_a_level
 from fuseboard.fuse.reading import Operand, value_of
 from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
-from fuseboard.ops.attention import NO_WEIGHT, attention
+from fuseboard.ops.attention import NO_WEIGHT, attention, side_by_side
 from fuseboard.ops.attention_formula import MASKS, Step, written
 from fuseboard.ops.estimate import sizes
 from fuseboard.torch_api.attention import is_fused
@@ -80,7 +80,11 @@ def _fits(found: Attention) -> bool:
         return False
     if not all(_can_mask(step, found, query) for step in found.steps if step.mask >= 0):
         return False
-    q, k, v = (one if one.dim() == 4 else one.unsqueeze(0) for one in (query, key, value))
+    if _writes_mask_later(found):
+        return False
+    q, k, v = (
+        side_by_side(one if one.dim() == 4 else one.unsqueeze(0)) for one in (query, key, value)
+    )
     try:
         if not is_fused(q, k, v, _example_mask(found, query)):
             return False
@@ -111,6 +115,21 @@ def _can_mask(step: Step, found: Attention, query: torch.Tensor) -> bool:
         wide = value.dtype == torch.float32 and query.dtype in _HALVES
         return value.dtype == query.dtype or wide
     return value.dtype == torch.bool and step.number <= NO_WEIGHT
+
+
+def _writes_mask_later(found: Attention) -> bool:
+    """Whether masks are written to before the backward, for which a sum doesn't save them."""
+    if not torch.is_grad_enabled():
+        return False
+    memory = {address for mask in found.masks for address in _memory(mask)}
+    node = found.result
+    while node.op != "root":
+        if has_effects(node) and not memory.isdisjoint(
+            address for used in node.all_input_nodes for address in _memory(used)
+        ):
+            return True
+        node = node.next
+    return False
 
 
 def _example_mask(found: Attention, query: torch.Tensor) -> torch.Tensor | None:

@@ -22,10 +22,15 @@ F = torch.nn.functional
 
 _SOFTMAX = {F.softmax, torch.softmax, "softmax"}
 _PRODUCT = {torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__"}
-_SUM = {operator.add, torch.add, "add", "__add__"}
+# What is done in place is done to scores that the next step alone reads: nobody else sees it.
+_IN_PLACE: set[Any] = {operator.iadd, operator.imul, operator.itruediv}
+_IN_PLACE |= {"add_", "mul_", "div_", "masked_fill_"}
+_SUM = {operator.add, torch.add, "add", "__add__", operator.iadd, "add_"}
 _SCALED = {operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__"}
-_DIVIDED = {operator.truediv, torch.div, torch.true_divide, "div", "__truediv__"}
-_FILLED = {torch.masked_fill, "masked_fill"}
+_SCALED |= {operator.imul, "mul_"}
+_DIVIDED: set[Any] = {operator.truediv, torch.div, torch.true_divide, "div", "__truediv__"}
+_DIVIDED |= {operator.itruediv, "div_"}
+_FILLED = {torch.masked_fill, "masked_fill", "masked_fill_"}
 _CHOSEN = {torch.where, "where"}
 _CAST = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -109,6 +114,8 @@ def around(softmax: Node) -> Attention | None:
             masks.append(mask)
         steps.append(Step(step.kind, step.number, masks.index(mask), step.dtype))
     steps += [Step("softmax", dtype=dtype_of(softmax)), *below.steps]
+    if any(_is_narrower(step.dtype, dtype_of(above.nodes[-1])) for step in steps):
+        return None  # the kernel rounds nothing on the way
     nodes = [*reversed(above.nodes), softmax, *below.nodes]
     return Attention(
         softmax,
@@ -163,6 +170,8 @@ def _above(softmax: Node, below: _Below) -> _Above | None:
         if sum(reader not in below.nodes for reader in node.users) != 1:
             return None
         found.nodes.append(node)
+        if calls(node, _IN_PLACE) and not _writes_scores(node):
+            return None
         if calls(node, _PRODUCT):
             query, transposed = _operands(node)
             if isinstance(query, Node) and isinstance(transposed, Node):
@@ -236,6 +245,12 @@ def _masked(node: Node) -> tuple[Any, str, float, Node] | None:
     return None
 
 
+def _writes_scores(node: Node) -> bool:
+    """Whether what is done in place is done to scores, by values of their dtype."""
+    read = [dtype_of(one) for one in node.all_input_nodes]
+    return _leads_to_product(_first(node)) and set(read) <= {dtype_of(node), torch.bool}
+
+
 def _sides(node: Node) -> tuple[Any, Any]:
     """Of two terms the scores, which come from a product, and the other one."""
     first, second = node.args
@@ -264,6 +279,12 @@ def _is_cast(node: Node) -> bool:
     """Whether a node gives the same values in another dtype, but for roundings."""
     value = value_of(node)
     return calls(node, _CAST) and value is not None and value.dtype in _FLOATS
+
+
+def _is_narrower(dtype: torch.dtype | None, product: torch.dtype | None) -> bool:
+    if dtype not in _FLOATS or product not in _FLOATS:
+        return False
+    return torch.finfo(dtype).eps > torch.finfo(product).eps
 
 
 def _first(node: Node) -> Any:

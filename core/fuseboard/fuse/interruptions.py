@@ -22,13 +22,13 @@ _MODES = ("_set_", "_enter_", "_exit_", "_grad_", "_jvp_", "_vmap_", "_saved_ten
 
 
 def interrupted(nodes: list[Node]) -> bool:
-    """Whether something stands between the first and the last of some nodes of one graph."""
+    """Whether something else stands between the first and the last of some nodes of one graph."""
     order = {node: place for place, node in enumerate(nodes[0].graph.nodes)}
     first, last = min(nodes, key=order.__getitem__), max(nodes, key=order.__getitem__)
     node = first
     while node is not last:
         node = node.next
-        if has_effects(node):
+        if node not in nodes and has_effects(node):
             return True
     return False
 

@@ -68,7 +68,7 @@ def _is_finite(value: Tensor) -> bool:
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments)
-    query, key, value = map(_side_by_side, call[:3])
+    query, key, value = map(side_by_side, call[:3])
     # The kernel divides by the sizes of its operands.
     if query.numel() and key.numel():
         result, sums = cpu_kernel(query, key, value, call.bias, scale_of(call.steps))
@@ -84,7 +84,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     query = Call(*arguments).query
     batch, heads, tokens, _ = query.shape
     sums = query.new_empty((batch, tokens, heads), dtype=dtype_of_sums(query.dtype))
-    return torch.empty_like(_side_by_side(query)), sums.transpose(1, 2)
+    return torch.empty_like(side_by_side(query)), sums.transpose(1, 2)
 
 
 def _attention_backward(
@@ -93,7 +93,7 @@ def _attention_backward(
     call = Call(*arguments)
     found: Sequence[Tensor] = ()
     if _holds(sums, call.bias):
-        grad_, query, key, value = map(_side_by_side, (grad, *call[:3]))
+        grad_, query, key, value = map(side_by_side, (grad, *call[:3]))
         scale = scale_of(call.steps)
         found = cpu_kernel_backward(grad_, query, key, value, call.bias, result, sums, scale)
     if not found or not all(map(_is_finite, found)):
@@ -123,7 +123,7 @@ def _attention_gradients_fake(grad: Tensor, *arguments: Any) -> tuple[Tensor, ..
     return tuple(empty_gradients(Call(*rest), wanted))
 
 
-def _side_by_side(operand: Tensor) -> Tensor:
+def side_by_side(operand: Tensor) -> Tensor:
     """An operand whose last dimension has no gaps, as the kernel reads it."""
     return operand if operand.stride(-1) == 1 else operand.contiguous()
 
