@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fuseboard
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, compiled, last_graph, plugged
 from tests.support.values import assert_same, rnd
@@ -295,3 +296,34 @@ def test_overlapping_arguments_that_are_only_read():
     for a, b in [(0, 4), (2, 6), (0, 0)]:
         assert_same(fn(base[a : a + 4], base[b : b + 4]), f(base[a : a + 4], base[b : b + 4]))
     assert not any(graph.notes for graph in ledger.graphs())
+
+
+def test_a_backend_isnt_given_what_reads_a_view_that_it_declines():
+    """The region would hold a copy of the view, though the board makes the one that goes out."""
+    asked, lowered = [], []
+
+    def why_not(node):
+        asked.append(node.name)
+        return "it has no diagonals" if node.target is torch.ops.aten.diagonal.default else None
+
+    def lower(region):
+        lowered.extend(node.name for node in region.graph.graph.nodes)
+        return fuseboard.lower_eagerly(region)
+
+    def f(x, y):
+        z, w = x * 2, y * 2
+        diagonal = z.diagonal()
+        return z, diagonal, diagonal.t().sin(), diagonal.cos(), w, w.view(-1), z.exp()
+
+    info = {"dtypes": frozenset({torch.float32})}
+    x, y = rnd(4, 4), rnd(2, 2, dtype=torch.float64)
+    claim = lambda graph: fuseboard.claim_nodes(graph, why_not)  # noqa: E731
+    with plugged("picky", claim=claim, lower=lower, info=info):
+        assert_same(compiled(f, "picky")(x, y), f(x, y))
+    assert "diagonal" in asked
+    assert not any(name.startswith("view") for name in asked)  # of a dtype that isn't declared
+    assert "exp" in lowered
+    assert not {"diagonal", "sin", "cos"} & set(lowered)
+    declined = {node.name: node.declined.get("picky") for node in last_graph().nodes}
+    assert declined["cos"] == "it reads diagonal, and it has no diagonals"
+    assert not all_trips()

@@ -179,6 +179,31 @@ def test_half_of_what_a_gelu_reads_is_read_elsewhere(training):
     assert not all_trips()
 
 
+VIEWS = {
+    "detach": torch.Tensor.detach,
+    "diagonal": torch.diagonal,
+    "unfold": lambda y: y.unfold(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_the_caller_gets_may_be_read(view):
+    """Whoever reads it has a copy of the view's op, and is only here if that has a form."""
+
+    def program(x):
+        y = x @ x
+        v = VIEWS[view](y)
+        return y, v, v.exp()
+
+    x = rnd(5, 5)
+    with torch.no_grad():
+        for result, expected in zip(through(program)(x), program(x), strict=True):
+            assert_close(result, expected)
+    backends = {node.op: node.backend for node in last_graph("inference").nodes}
+    assert backends["aten.exp.default"] == ("onnxruntime" if view == "detach" else "eager")
+    assert not all_trips()
+
+
 # --- weights --------------------------------------------------------------------------------------
 
 

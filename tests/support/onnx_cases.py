@@ -236,6 +236,7 @@ UNARY = {
     "logit": lambda x: torch.logit(x.sigmoid(), 1e-4),
     "lift": lambda x: x + torch.tensor([1.5]),
     "alias": lambda x: aten.alias(x) * 2,
+    "detach": lambda x: aten.detach(x) * 2,
     "transpose": lambda x: x.transpose(0, 1).contiguous() * 2,
     "arange_from": lambda x: torch.arange(2, 9) + x.sum(),
     "zeros": lambda x: torch.zeros((2, 3)) + x.sum(),

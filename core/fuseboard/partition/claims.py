@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,44 @@ from fuseboard.contracts import Claim, Decline
 _REFUSED = "fuseboard_refused"
 
 
-def mark_refused(graph: GraphModule, refused: Mapping[str, str]) -> None:
-    """Note in a backend's copy of a graph what it doesn't get: ``claim_nodes`` won't ask about it.
+#: In the ``meta`` of a refused node of which regions that read it hold a copy: what the backend
+#: says against such a copy; "" until it is asked, and if it says nothing.
+_AGAINST_COPY = "fuseboard_against_copy"
+
+
+def mark_refused(
+    graph: GraphModule, refused: Mapping[str, str], copied: Collection[str] = ()
+) -> None:
+    """Note in a backend's copy of a graph what it doesn't get: ``claim_nodes`` won't claim it.
 
     :param refused: node → reason.
+    :param copied: those of which regions that read them hold copies.
     """
     for node in graph.graph.nodes:
         if node.name in refused:
             node.meta[_REFUSED] = refused[node.name]
+        if node.name in copied:
+            node.meta[_AGAINST_COPY] = ""
+
+
+def readers_of_unfit(graph: GraphModule, kept: Collection[str]) -> dict[str, str]:
+    """Nodes that a backend can't have, since their region would hold a copy that it can't have.
+
+    :param graph: the backend's copy of the graph, which it was asked about.
+    :param kept: names of the board's own nodes.
+    :returns: node → reason.
+    """
+    found: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        why = node.meta.get(_AGAINST_COPY)
+        pending = [node] if why else []
+        while pending:
+            for user in pending.pop().users:
+                if user.name in kept:
+                    pending.append(user)
+                elif user.op == "call_function":
+                    found.setdefault(user.name, f"it reads {node.name}, and {why}")
+    return found
 
 
 def claim_nodes(
@@ -36,7 +66,8 @@ def claim_nodes(
     An op that holds graphs of its own (``cond``, ``while_loop``, ``scan``) is asked about, and so
     is each node in them: what speaks against one of these speaks against the op. Nodes that the
     backend doesn't get (the board runs them itself, the backend hasn't declared that it can have
-    them, or the user excludes them) aren't asked about.
+    them, or the user excludes them) aren't claimed, nor asked about; only the board's views are,
+    since regions that read them have copies of them.
 
     :param why_not: the reason to decline a ``call_function`` node, or None to claim it.
     :param native: whether the backend runs a claimed node better than eager would.
@@ -46,6 +77,8 @@ def claim_nodes(
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
+        if _AGAINST_COPY in node.meta:
+            node.meta[_AGAINST_COPY] = first_reason(node, why_not) or ""
         reason = node.meta.get(_REFUSED) or first_reason(node, why_not)
         if reason is None:
             claimed.append(node)

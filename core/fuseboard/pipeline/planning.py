@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
@@ -13,7 +14,7 @@ from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.ops.effects import has_effects
-from fuseboard.partition.claims import arbitrate, mark_refused
+from fuseboard.partition.claims import arbitrate, mark_refused, readers_of_unfit
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
@@ -49,19 +50,23 @@ class Planner:
         """Each backend's answers, less what the board or the user declines on its behalf."""
         nodes = {node.name: node for node in placeable_nodes(graph, kept)}
         own = {node.name: reason for node, reason in kept.items()}
-        support = Support(nodes.values())
+        views = [node for node in kept if isinstance(node.meta.get("val"), torch.Tensor)]
+        support = Support([*nodes.values(), *views])
         claims: Claims = {}
         specialise = self.session.settings.dynamic == "specialise"
         example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
         for info in self.session.backends:
             answers: list[Claim | Decline] = []
-            refused = support.refusals(info, specialise) | dict(excluded.get(info.name, {}))
+            unfit = support.refusals(info, specialise)
+            copied = {node.name for node in views} - unfit.keys()
+            refused = {name: why for name, why in unfit.items() if name in nodes}
+            refused |= excluded.get(info.name, {})
             if kind != "inference" and not info.training:
                 answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
             else:
                 try:
                     shown = copy_graph(graph if info.dynamic_shapes else example)
-                    mark_refused(shown, own | refused)
+                    mark_refused(shown, own | refused, copied)
                     with watching_guards(self.session, info.name, shown, report.notes):
                         answers = (
                             self.session.call(
@@ -73,6 +78,7 @@ class Planner:
                             )
                             or []
                         )
+                    refused = readers_of_unfit(shown, own.keys()) | refused
                 except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
             claims[info.name] = arbitrate(answers, refused, nodes)

@@ -82,7 +82,8 @@ def _laid_out_alike(node: Node, before: torch.Tensor, after: torch.Tensor) -> bo
 _CONDITIONS: dict[Any, Callable[[Node, torch.Tensor, torch.Tensor], bool]] = {
     **dict.fromkeys(
         (
-            *(aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default),
+            *(aten.alias.default, aten.detach.default),
+            *(aten.clone.default, aten.lift_fresh_copy.default),
             *(aten.view.default, aten.reshape.default, aten._unsafe_view.default),
             *(aten.expand.default, aten.repeat.default, aten.cat.default),
             *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),

@@ -66,7 +66,7 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     # shapes
     (
         "view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims expand permute t "
-        "transpose.int select.int slice.Tensor alias clone lift_fresh_copy "
+        "transpose.int select.int slice.Tensor alias detach clone lift_fresh_copy "
         "split_with_sizes repeat roll stack _to_copy",
         None,
     ),
