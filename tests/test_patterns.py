@@ -433,6 +433,18 @@ def test_an_input_without_a_gradient():
     check_training(lambda x: rms(weight[None] * 2, weight, 1e-5) + x, RMS, 1, X)
 
 
+def test_an_input_that_a_residual_reads():
+    """Its gradient is summed up in another order; by the weights as well, in several layers."""
+    mix = rnd(8, 8, seed=2)
+
+    def f(x, w):
+        for _ in range(3):
+            x = x + rms(x, w, 1e-5) @ mix
+        return x
+
+    check_training(f, RMS, 3, X, W)
+
+
 def test_an_inner_value_that_the_backward_reads_otherwise():
     """It stays."""
 

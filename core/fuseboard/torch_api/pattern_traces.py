@@ -56,12 +56,15 @@ def trace_joint(
     values: Sequence[Any],
     wanted: Sequence[int],
     arriving: Sequence[int],
+    shared: Sequence[int],
     table: Table,
 ) -> GraphModule:
     """A function of fake tensors with its backward, as AOTAutograd captures training.
 
-    The graph's inputs are the values, then a gradient for each result of ``arriving``; it returns
-    the results, then the gradients of the inputs of ``wanted``, None for those without.
+    The graph's inputs are the values, then a gradient for each result of ``arriving`` and one for
+    each input of ``shared``, to which the function's are added, as autograd does where a later op
+    reads the input, too. It returns the results, then the gradients of the inputs of ``wanted``,
+    None for those without.
     """
     with torch.inference_mode(False), torch.enable_grad(), _fakes_of(values):
         leaves = [
@@ -73,14 +76,14 @@ def trace_joint(
         results = tree_leaves(function(*leaves))
         tangents = [
             torch.empty_strided(r.size(), r.stride(), dtype=r.dtype, device=r.device)
-            for r in (results[place] for place in arriving)
+            for r in (*(results[n] for n in arriving), *(leaves[n] for n in shared))
         ]
 
         def both(*inputs: Any) -> list[Any]:
             own, given = inputs[: len(leaves)], inputs[len(leaves) :]
             made = tree_leaves(function(*own))
             grads = torch.autograd.grad(
-                [made[place] for place in arriving],
+                [*(made[place] for place in arriving), *(own[place] for place in shared)],
                 [own[place] for place in wanted],
                 given,
                 allow_unused=True,

@@ -26,7 +26,7 @@ from fuseboard.torch_api.pattern_traces import (
 )
 
 #: How many combinations of inputs that want a gradient, and results that have one, are tried.
-_MOST_VARIANTS = 24
+_MOST_VARIANTS = 32
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,17 @@ class PatternMatch:
 
 @dataclass(frozen=True)
 class Variant:
-    """Which gradients a form has: of which inputs, from which results; both None in inference."""
+    """Which gradients a form has; none in inference.
+
+    :ivar wanted: of which inputs.
+    :ivar arriving: from which results.
+    :ivar shared: inputs that later ops read, too. Their gradients come first, and autograd adds
+        those of the form one by one.
+    """
 
     wanted: tuple[int, ...] | None = None
     arriving: tuple[int, ...] | None = None
+    shared: tuple[int, ...] = ()
 
 
 FORWARD = Variant()
@@ -224,9 +231,12 @@ class Pattern:
             for mute in range(min(lost, len(arriving) - 1) + 1 if arriving else 1):
                 for wanted in combinations(floats, max(len(floats) - lost + mute, 0)):
                     for given in combinations(arriving, len(arriving) - mute):
-                        if wanted and given and count < _MOST_VARIANTS:
-                            count += 1
-                            yield Variant(wanted, given)
+                        if not wanted or not given:
+                            continue
+                        for shared in dict.fromkeys(((), *((n,) for n in wanted), wanted)):
+                            if count < _MOST_VARIANTS:
+                                count += 1
+                                yield Variant(wanted, given, shared)
         yield FORWARD
 
     def _result_dtypes(self, values: Sequence[Any]) -> list[torch.dtype]:
@@ -259,7 +269,8 @@ class Pattern:
             else:
                 arriving = variant.arriving
                 wanted = [tensors.index(n) for n in variant.wanted]
-                traced = trace_joint(called, fakes, wanted, arriving, table)
+                shared = [tensors.index(n) for n in variant.shared]
+                traced = trace_joint(called, fakes, wanted, arriving, shared, table)
         except CONTAINED as error:  # whatever the author's code, and torch's for it, raises
             raise self.error(f"{which} can't be traced: {type(error).__name__}: {error}") from error
         names = self.parameters
@@ -268,6 +279,7 @@ class Pattern:
         if not all(isinstance(one, Node) for one in outputs[:results]):
             raise self.error(f"{which} returns something else than tensors that it computes")
         holes = [*(names[n] for n in tensors), *(f"arriving_{n}" for n in arriving)]
+        holes += [f"arriving_at_{names[n]}" for n in variant.shared]
         form = form_of(traced.graph, holes, results)
         return self._with_all_holes(form)
 
