@@ -209,6 +209,63 @@ class Once(torch.autograd.Function):
         return gradient * 3 * x**2
 
 
+def function_of(backward):
+    """An ``autograd.Function`` of the exponential with some backward."""
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.exp() * 2
+
+    Made.backward = staticmethod(backward)
+    return Made
+
+
+def all_without(ctx, gradient):
+    (x,) = ctx.saved_tensors
+    with torch.no_grad():
+        return gradient * x.exp() * 2
+
+
+@torch.no_grad()
+def decorated(ctx, gradient):
+    (x,) = ctx.saved_tensors
+    return gradient * x * 3
+
+
+def partly_without(ctx, gradient):
+    (x,) = ctx.saved_tensors
+    first = gradient * x
+    with torch.no_grad(), torch.autograd.profiler.record_function("part"):
+        constant = first * 3
+        with torch.set_grad_enabled(True):
+            second = x * 2
+    return first + constant * second
+
+
+WITHOUT = {one.__name__: function_of(one) for one in (all_without, decorated, partly_without)}
+
+
+@every_way
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_backward_that_switches_gradients_off_has_no_second_gradient_there(name, way):
+    """Dynamo traces it with gradients off, so that the user's switch leaves no node."""
+    function = WITHOUT[name]
+
+    def f(x):
+        return function.apply(x).sin() + x**2
+
+    fn = compiled(f, way)
+    for seed in range(3):
+        found = []
+        for one in (f, fn):
+            x = rnd(3, seed=seed).requires_grad_()
+            (first,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
+            found.append((first.detach(), *torch.autograd.grad(first.sum(), x)))
+        torch.testing.assert_close(found[1], found[0])
+
+
 @every_way
 def test_a_backward_that_is_once_differentiable_has_no_second_gradient(way):
     """Eager's error where all gradients are asked for, and none through it where some are."""

@@ -232,6 +232,23 @@ def test_a_default_device_is_no_reason_to_leave_a_checkpoint_to_eager():
     assert not all_trips()
 
 
+# --- inputs that were made in inference mode ------------------------------------------------------
+
+
+@every_way
+def test_an_inference_tensor_is_not_saved_for_a_backward(way):
+    """Eager saves what was computed from it."""
+    function = lambda x, y: (x + 1) * y  # noqa: E731
+    fn = compiled(function, way)
+    for seed in range(3):
+        with torch.inference_mode():
+            x = rnd(3, seed=seed)
+        y = rnd(3, seed=9).requires_grad_()
+        fn(x, y).sum().backward()
+        torch.testing.assert_close(y.grad, x + 1)
+    assert [trip.plugin for trip in all_trips()] == ["AOTAutograd"]
+
+
 # --- tensors of other kinds -----------------------------------------------------------------------
 
 

@@ -5,7 +5,8 @@ calls that op (``AutogradFunctionApply`` in ``torch/_functorch/autograd_function
 saved has no history and the backward's graph switches gradients off, so that a second gradient is
 dropped without a word. Here the two graphs are applied as eager applies the functions that they
 were traced from. That a backward is ``once_differentiable`` is told by where its ops were traced:
-in a function that torch's decorator calls.
+in a function that torch's decorator calls. So is where its code switches gradients off
+(:mod:`fuseboard.capture.source_grad_modes`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from fuseboard.capture.source_grad_modes import gradients_are_on
 from fuseboard.torch_api.copies import copy_graph
 
 _NAME = "autograd_function_apply"
@@ -111,7 +113,12 @@ def _made_backward(graph: GraphModule) -> Callable[..., Any]:
 
 
 def _is_once_differentiable(graph: GraphModule) -> bool:
-    """Whether a backward was traced in the function that ``once_differentiable`` makes."""
+    """Whether a backward was traced in the function that ``once_differentiable`` makes.
+
+    Where nobody knows whether gradients are on in it, it is better to say so.
+    """
+    if not _source_tells_modes(graph):
+        return True
     traces = [node.stack_trace or "" for node in graph.graph.nodes]
     places = (line for trace in traces for line in trace.splitlines() if _ONCE in line)
     return any(line.endswith(", in wrapper") for line in places)
@@ -120,15 +127,49 @@ def _is_once_differentiable(graph: GraphModule) -> bool:
 def _unguarded(backward: GraphModule) -> GraphModule:
     """A backward's graph without what Dynamo put around it: gradients off, and on again.
 
-    Where code of the user's switches them off inside, they are.
+    Where code of the user's switches them off inside, they are: Dynamo left that out.
     """
     copy = copy_graph(backward)
     calls = [node for node in copy.graph.nodes if node.op not in ("placeholder", "output")]
     if len(calls) > 1 and _sets_gradients(calls[0], False) and _sets_gradients(calls[-1], True):
         copy.graph.erase_node(calls[0])
         copy.graph.erase_node(calls[-1])
+        _switch_off(copy.graph, calls[1:-1])
         copy.recompile()
     return copy
+
+
+def _switch_off(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Put gradients off around the nodes that the user's code has off, and on behind them."""
+    on = True
+    for node in nodes:
+        if _mode_set_by(node) is not None:
+            graph.erase_node(node)
+        elif (found := gradients_are_on(node, around=True) is not False) != on:
+            on = found
+            with graph.inserting_before(node):
+                graph.call_function(torch._C._set_grad_enabled, (on,))
+    if not on:
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(torch._C._set_grad_enabled, (True,))
+
+
+def _source_tells_modes(graph: GraphModule) -> bool:
+    """Whether the source explains the switches that Dynamo's trace has, with gradients off."""
+    on = False
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if (switched := _mode_set_by(node)) is not None:
+            on = switched
+        elif gradients_are_on(node, around=False) != on:
+            return False
+    return True
+
+
+def _mode_set_by(node: Node) -> bool | None:
+    """What a node switches gradients to; None for one that doesn't."""
+    return next((value for value in (False, True) if _sets_gradients(node, value)), None)
 
 
 def _sets_gradients(node: Node, value: bool) -> bool:

@@ -9,6 +9,8 @@ call raise (``_AnalyzeCustomOpInputOutputMode`` in
 ``torch/_functorch/_aot_autograd/runtime_wrappers.py`` knows none), though they differ from tensors
 in name alone; and what is compiled would return plain tensors.
 
+Inputs that were made in inference mode can't be saved for a backward, which it finds in the call.
+
 Tensors of other kinds than fuseboard judges and lowers are no fault of AOTAutograd's: graphs of
 them run as they are as well (:func:`why_not_supported`).
 """
@@ -71,6 +73,8 @@ def why_unfit(graph: GraphModule, inputs: Sequence[Any]) -> str:
     for value in inputs:
         if isinstance(value, torch.Tensor) and _is_named_alone(type(value)):
             return f"an input is of {type(value).__name__}, a subclass of Tensor in name alone"
+    if may_save_inference_tensors(inputs):
+        return "an input was made in inference mode, and can't be saved for a backward"
     inside = torch.is_inference_mode_enabled()
     graphs = [one for one in graph.modules() if isinstance(one, GraphModule)]
     for node in (node for one in graphs for node in one.graph.nodes):
@@ -79,6 +83,16 @@ def why_unfit(graph: GraphModule, inputs: Sequence[Any]) -> str:
         if node.op == "call_method" and node.target == "as_subclass":
             return "it makes tensors of a subclass"
     return ""
+
+
+def may_save_inference_tensors(inputs: Sequence[Any]) -> bool:
+    """Whether a backward may read an input that autograd refuses to save.
+
+    Eager saves what the formulas of single ops read, such as what was computed from that input.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    training = torch.is_grad_enabled() and any(value.requires_grad for value in tensors)
+    return training and any(value.is_inference() for value in tensors)
 
 
 def _is_named_alone(kind: type) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
+from fuseboard.capture.unfit_graphs import may_save_inference_tensors
 from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.torch_api.symbols import in_the_example, symbolic_numbers, why_unknown
@@ -38,6 +39,8 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
     for value in inputs:
         if why := why_unknown(value) or why_not_kept(in_the_example(value)):
             return why
+    if may_save_inference_tensors(inputs):
+        return "an input was made in inference mode, and another one has a gradient"
     if settings.dynamic == "specialise" and any(map(symbolic_numbers, inputs)):
         return "dynamic = 'specialise' compiles for the sizes that each call brings"
     return ""
