@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fuseboard.ops.effects import keeps_order, must_stay
+from fuseboard.ops.effects import drop_unread, order_keepers
 from fuseboard.ops.estimate import is_free, sizes
 from fuseboard.ops.views import view_chain
 from fuseboard.torch_api.copies import graph_module
@@ -71,11 +71,12 @@ def hoist(
 def _constant_nodes(graph: GraphModule, static: set[Node]) -> set[Node]:
     """Static inputs and pure ops whose every input is constant."""
     constant = set(static)
+    ordered = order_keepers(graph.graph.nodes)
     for node in graph.graph.nodes:
         if (
             node.op == "call_function"
             and node.all_input_nodes
-            and not keeps_order(node)
+            and node not in ordered
             and all(used in constant for used in node.all_input_nodes)
         ):
             constant.add(node)
@@ -129,7 +130,7 @@ def _split(graph: GraphModule, frontier: list[Node]) -> Hoisted:
             value = graph.graph.placeholder(f"prepared_{node.name}")
             value.meta = dict(node.meta)
             node.replace_all_uses_with(value)
-    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
+    drop_unread(graph.graph)
     keeps = []
     for i, node in enumerate(placeholders):
         if node.users or i not in uses:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Fusion
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError
-from fuseboard.ops.effects import must_stay
+from fuseboard.ops.effects import drop_unread
 from fuseboard.report.data import FusionReport
 from fuseboard.torch_api.state import StateGuard
 
@@ -70,7 +70,7 @@ def apply_fusions(
     if any(report.applied for report in done):
         try:
             if hook == "fuseboard_fuse":
-                graph.graph.eliminate_dead_code(is_impure_node=must_stay)
+                drop_unread(graph.graph)
             graph.graph.lint()
         except CONTAINED as error:  # lint raises whatever it meets
             raise ContractError(

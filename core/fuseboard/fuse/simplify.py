@@ -12,7 +12,7 @@ different tensors, can be told from outside.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from fuseboard.contracts import Fusion, GraphKind, Region
 from fuseboard.hookspecs import hookimpl
-from fuseboard.ops.effects import keeps_order
+from fuseboard.ops.effects import order_keepers
 from fuseboard.ops.views import exposed_nodes
 from fuseboard.torch_api.internals import free_symbols, real_tensors
 
@@ -67,10 +67,11 @@ def fuseboard_fuse(
         return None
     nodes = _before_writes(graph)
     exposed = exposed_nodes(graph)
+    repeatable = _repeatable(nodes)
     duplicates = {
-        again: first for again, first in _duplicates(nodes).items() if again not in exposed
+        again: first for again, first in _duplicates(repeatable).items() if again not in exposed
     }
-    constants = _constants(nodes, exposed, duplicates)
+    constants = _constants(nodes, repeatable, exposed, duplicates)
     changed = {*duplicates, *constants}
     no_ops = [node for node in nodes if node not in exposed | changed and _is_no_op(node)]
     return [
@@ -90,6 +91,16 @@ def _before_writes(graph: GraphModule) -> list[Node]:
         if node.op == "call_function":
             found.append(node)
     return found
+
+
+def _repeatable(nodes: Sequence[Node]) -> list[Node]:
+    """Those that compute the same from the same."""
+    ordered = order_keepers(nodes)
+    return [node for node in nodes if node not in ordered and not _is_uninitialised(node)]
+
+
+def _is_uninitialised(node: Node) -> bool:
+    return getattr(node.target, "__name__", "").startswith(("empty", "new_empty"))
 
 
 def _replaced(name: str, node: Node, by: Any) -> Fusion:
@@ -141,8 +152,6 @@ def _duplicates(nodes: Iterable[Node]) -> dict[Node, Node]:
     first: dict[Any, Node] = {}
     found: dict[Node, Node] = {}
     for node in nodes:
-        if keeps_order(node) or _is_uninitialised(node):
-            continue
         used = map_arg((node.args, node.kwargs), lambda one: found.get(one, one))
         # As text, 1 isn't 1.0 or True, and -0.0 isn't 0.0.
         known = first.setdefault((node.target, repr(used)), node)
@@ -151,20 +160,19 @@ def _duplicates(nodes: Iterable[Node]) -> dict[Node, Node]:
     return found
 
 
-def _is_uninitialised(node: Node) -> bool:
-    return getattr(node.target, "__name__", "").startswith(("empty", "new_empty"))
-
-
 # --- what no input decides ------------------------------------------------------------------------
 
 
 def _constants(
-    nodes: Iterable[Node], exposed: set[Node], duplicates: Mapping[Node, Node]
+    nodes: Iterable[Node],
+    repeatable: Iterable[Node],
+    exposed: set[Node],
+    duplicates: Mapping[Node, Node],
 ) -> list[Node]:
     """The ends of computations that have no inputs."""
     known: dict[Node, None] = {}
-    for node in nodes:
-        if keeps_order(node) or _is_uninitialised(node) or free_symbols(node.meta.get("val")):
+    for node in repeatable:
+        if free_symbols(node.meta.get("val")):
             continue
         is_op = isinstance(node.target, torch._ops.OpOverload)
         if is_op and all(used in known for used in node.all_input_nodes) and _is_fixed(node):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterable
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 
 def keeps_order(node: Node) -> bool:
@@ -16,11 +16,25 @@ def keeps_order(node: Node) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def must_stay(node: Node) -> bool:
-    """Whether a node has to run although nobody reads it. For ``Graph.eliminate_dead_code``."""
-    if node.op in {"placeholder", "output"}:
-        return True
-    return node.target is not operator.getitem and node.op == "call_function" and keeps_order(node)
+def order_keepers(nodes: Iterable[Node]) -> set[Node]:
+    """Those of the nodes that :func:`keeps_order` holds for; torch is asked once for each op."""
+    known: dict[int, bool] = {}  # by identity: hashing an op costs as much as all else here
+    kept: set[Node] = set()
+    for node in nodes:
+        keeps = known.get(id(node.target))
+        if keeps is None:
+            keeps = known[id(node.target)] = keeps_order(node)
+        if keeps:
+            kept.add(node)
+    return kept
+
+
+def drop_unread(graph: Graph) -> None:
+    """Erase nodes that nobody reads and that needn't run."""
+    kept = order_keepers(node for node in graph.nodes if node.op == "call_function")
+    graph.eliminate_dead_code(
+        is_impure_node=lambda node: node in kept or node.op in {"placeholder", "output"}
+    )
 
 
 def has_effects(node: Node) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fuseboard.ops.effects import order_keepers
 from fuseboard.ops.estimate import is_creation
 from fuseboard.partition.places import Place
-from fuseboard.partition.stages import order_keepers, stage_nodes
+from fuseboard.partition.stages import stage_nodes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import graph_module, part_of_graph
 

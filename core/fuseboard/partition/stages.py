@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch.fx import Node
 
-from fuseboard.ops.effects import keeps_order
+from fuseboard.ops.effects import order_keepers
 from fuseboard.ops.estimate import is_creation
 from fuseboard.partition.merging import merge_places
 from fuseboard.partition.places import Place
@@ -84,19 +84,6 @@ def contraction_cycle(nodes: Sequence[Node], regions: Sequence[Sequence[str]]) -
     reads = _reads(nodes, order_keepers(nodes))
     done = {node for unit in _ordered(nodes, units, reads) for node in unit}
     return [node.name for node in nodes if node not in done]
-
-
-def order_keepers(nodes: Iterable[Node]) -> set[Node]:
-    """Those of the nodes that :func:`keeps_order` holds for; torch is asked once for each op."""
-    known: dict[int, bool] = {}  # by identity: hashing an op costs as much as all else here
-    kept: set[Node] = set()
-    for node in nodes:
-        keeps = known.get(id(node.target))
-        if keeps is None:
-            keeps = known[id(node.target)] = keeps_order(node)
-        if keeps:
-            kept.add(node)
-    return kept
 
 
 # --- units: what moves through the stages together ----------------------------------------------

