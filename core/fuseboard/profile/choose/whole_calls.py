@@ -330,9 +330,10 @@ def give_up(runner: Runner, instead: str, problem: str = "") -> None:
     runner.chooser, report.settled, report.instead = None, True, instead
     graph_runs_in_eager(report, "Dynamo's own graph runs")
     for candidate in report.candidates:
-        if problem:
-            right = candidate.name == "eager"
-            candidate.state, candidate.problem = ("chosen", "") if right else ("failed", problem)
-        elif candidate.state == "chosen" and candidate.name != "eager":
+        if candidate.name == "eager":
+            candidate.state, candidate.problem = "chosen", ""
+        elif problem:
+            candidate.state, candidate.problem = "failed", problem
+        elif candidate.state == "chosen":
             candidate.state = "slower"
     emit(report)
