@@ -7,7 +7,7 @@ from benchmarks.results import settling_table
 from benchmarks.settling import Run, Settling
 
 
-def run(first_s=1.0, waiting=(), settled=0.01, settled_s=5.0):
+def run(first_s=1.0, waiting=(), settled=0.01, settled_s=3.5):
     return Run(first_s, [*waiting, *[settled] * 30], settled_s, "mkldnn", 100)
 
 
@@ -32,6 +32,12 @@ def test_what_is_missed_is_named():
         "cold: settled",
     ]
     assert settling_table([one]).row_count == 3
+
+
+def test_a_warm_start_is_decided_soon_after_its_first_answer():
+    late = run(first_s=1.0, settled_s=4.5)
+    assert Settling("m", run(), late, run()).misses() == []
+    assert Settling("m", run(), run(), late).misses() == ["warm: settled"]
 
 
 def test_the_program_is_one():
