@@ -39,6 +39,7 @@ def doubled(inputs):
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("which", MODELS)
+@pytest.mark.thorough
 def test_models_of_the_transformers_library(which, train):
     """Each attention is found; values and gradients are as exact as eager's."""
     pytest.importorskip("transformers")

@@ -43,6 +43,7 @@ def scaled(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.thorough
 def test_an_op_of_a_module_is_tried_beside_calls(scaled, training):
     """The workshop imports the module; what is chosen there has the right values and gradients."""
     model, x = mlp(), torch.randn(8, 64)

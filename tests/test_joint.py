@@ -130,6 +130,7 @@ def test_a_smaller_budget_saves_less():
 
 
 @pytest.mark.parametrize("options", [{"joint_policy": "recompute_all"}, {"memory_budget": 0.0}])
+@pytest.mark.thorough
 def test_recompute_all_saves_inputs_alone(options):
     """The backward gets weights, the input and the tangent, nothing that was computed."""
     model, x = blocks(3), rnd(3, 8, WIDTH)

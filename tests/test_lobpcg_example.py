@@ -327,6 +327,7 @@ def test_the_program_prints_tables_and_writes_a_profile(tmp_path, capsys):
     assert sampler.asked[2].tags == ("lobpcg ortho",)
 
 
+@pytest.mark.thorough
 def test_the_program_compares_a_function_with_eager(capsys):
     """Once it is settled what answers; the same eigenvalues come of both."""
     arguments = ["--matrix-free", "--side", str(SIDE), "-k", "2", "-n", "4", "--backends", "eager"]

@@ -408,6 +408,7 @@ def test_a_forward_takes_its_backward_along():
 
 
 @pytest.mark.parametrize("backends", [["eager"], ["inductor"]])
+@pytest.mark.thorough
 def test_numbers_sizes_and_several_inputs_in_training(backends):
     """At the level of ops that the backends want."""
 
@@ -417,6 +418,7 @@ def test_numbers_sizes_and_several_inputs_in_training(backends):
     check_training(f, RMS, 2, rnd(4, 16), rnd(16, seed=1), backends=backends)
 
 
+@pytest.mark.thorough
 def test_what_a_backend_decomposes_is_looked_for_in_small_ops():
     """The gates of Inductor's joint graphs, whose ``silu`` isn't one op."""
     gated = Pattern(

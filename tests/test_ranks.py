@@ -77,6 +77,7 @@ def test_rank_0_alone_decides(job):
     assert second["seen"] == {"decided": {"winner": 0}, "calls": []}
 
 
+@pytest.mark.thorough
 def test_a_failure_on_rank_0_reaches_the_others_at_once(job):
     """They don't wait for an answer that can't come."""
     first, second = job("failing")

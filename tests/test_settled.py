@@ -115,6 +115,7 @@ def on_screen(written: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
+@pytest.mark.thorough
 def test_a_terminal_shows_one_line_while_it_waits_and_nothing_after():
     """The line is written to standard error, and taken back."""
     ours, theirs = pty.openpty()

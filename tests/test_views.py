@@ -204,6 +204,7 @@ def test_what_is_compiled_for_them_is_laid_out_as_eagers():
 
 
 @pytest.mark.usefixtures("_measured")
+@pytest.mark.thorough
 def test_symbolic_sizes():
     """Those that come later are laid out as eager's, too; a batch of 2 is channels last."""
     model = Tokens().eval()

@@ -308,6 +308,7 @@ def penalised(run, x):
 
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("first", [False, True], ids=["later", "from the start"])
+@pytest.mark.thorough
 def test_gradients_of_gradients_after_the_swap(first):
     """AOTAutograd would drop them: of ``softmax`` the backward saves the result alone."""
     model, x = mlp(), torch.randn(8, 64, requires_grad=True)
@@ -335,6 +336,7 @@ class Counts(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("chosen")
+@pytest.mark.thorough
 def test_what_has_no_second_gradient_isn_t_swapped_in_where_one_is_asked_for():
     """It would refuse what went well before."""
     model = torch.nn.Sequential(mlp(), Counts())

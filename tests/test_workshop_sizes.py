@@ -124,6 +124,7 @@ def f(x):
     return x.exp() + x.shape[0]
 
 
+@pytest.mark.thorough
 def test_guards_of_a_backend_are_the_programs_own_condition(own_desk, plugin_module):
     """Where it doesn't hold Dynamo's own graph answers, and the report says so once."""
     plugin = plugin_module("guards_rows", COUNTING.format(guard="assert rows % 4 == 0"))
@@ -139,6 +140,7 @@ def test_guards_of_a_backend_are_the_programs_own_condition(own_desk, plugin_mod
     assert "x.size()[0] % 4" in told
 
 
+@pytest.mark.thorough
 def test_no_backend_may_fix_a_size(own_desk, plugin_module):
     """Dynamo wouldn't compile again for another one."""
     plugin = plugin_module("fixes_rows", COUNTING.format(guard="int(rows)"))

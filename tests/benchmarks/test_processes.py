@@ -95,6 +95,7 @@ def test_a_worker_that_hangs_is_killed(monkeypatch):
     assert outcome.failure == "ran out of time during 'rounds'"
 
 
+@pytest.mark.thorough
 def test_an_exception_in_the_arm_is_its_failure(tmp_path):
     """Worker and parent together, with a model that doesn't exist: the text comes through."""
     with empty_caches() as caches:

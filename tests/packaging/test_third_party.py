@@ -25,6 +25,7 @@ print(json.dumps(fuseboard.last_report().as_dict()))
 """
 
 
+@pytest.mark.thorough
 def test_it_serves_torch_compile(environment):
     """Named in ``backends``, it runs the graph, and the report says so."""
     (graph,) = json.loads(environment.python(SERVES))["graphs"]

@@ -82,6 +82,7 @@ def test_complex_numbers_are_told_in_the_report_alone(recwarn, training):
     assert [str(w.message) for w in recwarn if "complex" in str(w.message)] == []
 
 
+@pytest.mark.thorough
 def test_eagers_random_numbers_are_a_reason():
     """The note names the setting that would do without."""
     found = notes(lambda x: x + torch.rand_like(x), rnd(5))
@@ -236,6 +237,7 @@ def test_a_tensor_joined_with_an_empty_one_is_laid_out_as_eagers(backends):
     assert all_trips() == []
 
 
+@pytest.mark.thorough
 def test_the_key_of_its_cache_tells_the_strides_of_the_results(directory, monkeypatch):
     """An equal graph that somebody else compiled may have others."""
     from torch._inductor import compile_fx

@@ -146,6 +146,7 @@ def test_batch_norm_statistics_that_change():
     check(model, fn, after="training")
 
 
+@pytest.mark.thorough
 def test_instances_share_the_code():
     """Each has its own constants in it."""
     models = [Layers(seed) for seed in range(3)]

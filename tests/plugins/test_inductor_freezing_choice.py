@@ -97,6 +97,7 @@ def test_graphs_within_a_graph_are_declined():
         (Layers.forward, {"fuse_limit": 0}, "the rewrite is switched off"),
     ],
 )
+@pytest.mark.thorough
 def test_what_can_not_be_frozen_is_compiled_without(forward, options, reason):
     """As the backend ``inductor`` does; a note says why."""
     model = type("Own", (Layers,), {"forward": forward})()
@@ -155,6 +156,7 @@ def test_a_failure_to_freeze_other_weights_is_contained(monkeypatch):
 # --- the choice -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_it_waits_to_be_named():
     """By default nobody compiles for it."""
     with torch.no_grad():

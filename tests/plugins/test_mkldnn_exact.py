@@ -39,7 +39,9 @@ def test_nan_from_an_input_is_shown(clip, bad):
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
         assert any(
-            "relu and clip are fused" in note for region in last_graph().regions for note in region.notes
+            "relu and clip are fused" in note
+            for region in last_graph().regions
+            for note in region.notes
         )
         x[0, 1, 4, 4] = bad
         assert_same_nans(fast(x), model(x))

@@ -132,6 +132,7 @@ def wrong(op: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.thorough
 def test_what_is_claimed_is_right_in_each_dtype(group):
     """No kernel is missing for what is claimed, none rounds, saturates or loses bits."""
     found: dict[str, str] = {}
