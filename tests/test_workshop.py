@@ -273,6 +273,33 @@ def test_writes_views_and_identities_are_eagers_after_the_swap():
             assert fuseboard.wait(120)
 
 
+VIEWS = {
+    "of one that isn't there": lambda: ((base := torch.arange(24.0)), base[:2], base[1:4])[1:],
+    "of rows": lambda: (torch.arange(24.0).reshape(4, 6).t()[:2]).unbind(),
+    "of each other": lambda: ((base := torch.arange(12.0).reshape(3, 4)), base[0]),
+}
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS)
+def test_inputs_that_are_views_of_one_are_so_in_the_workshop(views):
+    """What it captured has the memory that they share as a value, of the shape that it has here."""
+
+    def step(left, right):
+        left.mul_(3)
+        right.add_(1)
+        return left * 2
+
+    run = pinned(step)
+    for number in range(3):
+        own, others = views(), views()
+        torch.testing.assert_close(run(*own), step(*others))
+        torch.testing.assert_close(own, others)
+        if number == 0:
+            assert fuseboard.wait(120)
+    assert not [trip for graph in fuseboard.last_report().graphs for trip in graph.trips]
+
+
 @pytest.mark.usefixtures("wins_after_four")
 def test_what_trips_after_the_swap_isnt_swapped_in_by_a_later_process():
     """Dynamo's own graph runs there from the first call on, though it had lost the trial."""

@@ -63,6 +63,22 @@ def test_inputs_that_share_memory_share_it_there(tmp_path):
     assert read[2].untyped_storage().data_ptr() != read[0].untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("views_first", [False, True])
+def test_views_are_views_of_the_same_there(tmp_path, views_first):
+    """AOTAutograd's code takes the memory that some share from what they are views of."""
+    base = torch.randn(4, 6)
+    values = [base, base[1], base.t()[2:4]]
+    values = values[::-1] if views_first else values
+    read = read_inputs(write_inputs(values, tmp_path), tmp_path)
+    torch.testing.assert_close(read, values, rtol=0, atol=0)
+    assert [value.stride() for value in read] == [value.stride() for value in values]
+    (again,) = [value for value in read if value._base is None]
+    assert again.shape == base.shape
+    assert all(value is again or value._base is again for value in read)
+    (alone,) = read_inputs(write_inputs([base[1]], tmp_path), tmp_path)
+    assert alone._base.shape == base.shape
+
+
 def test_writes_stay_on_one_side(tmp_path):
     """Neither the file nor the original sees what is written to what was read."""
     value = torch.zeros(5)

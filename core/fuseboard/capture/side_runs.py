@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fuseboard.profile.judge.copies import view_like
+from fuseboard.profile.judge.copies import Relaid
 from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
@@ -53,15 +53,18 @@ class Copies:
     def made(self) -> list[Any]:
         """New inputs that alias each other as the original ones do."""
         storages: dict[int, torch.UntypedStorage] = {}
+        relaid = Relaid()
         made: dict[int, Any] = {}  # one object given twice stays one
         return [
-            made.setdefault(id(value), self._made(i, value, storages))
+            made.setdefault(id(value), self._made(i, value, storages, relaid))
             if isinstance(value, torch.Tensor)
             else value
             for i, value in enumerate(self._values)
         ]
 
-    def _made(self, number: int, value: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
+    def _made(
+        self, number: int, value: torch.Tensor, storages: dict[int, Any], relaid: Relaid
+    ) -> torch.Tensor:
         if number not in self.anew and not torch.is_grad_enabled():
             return value  # what is prepared from weights belongs to these very tensors
         copy = value.detach()
@@ -69,7 +72,7 @@ class Copies:
             address = torch_internals.storage_address(value)
             if address not in storages:
                 storages[address] = value.untyped_storage().clone()
-            copy = view_like(value, storages[address], value.storage_offset())
+            copy = relaid.on(value, storages[address])
         return copy.requires_grad_(value.requires_grad)
 
 

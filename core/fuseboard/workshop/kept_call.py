@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fuseboard.profile.judge.copies import view_like
+from fuseboard.profile.judge.copies import Relaid
 from fuseboard.run.kept_inputs import held, strided_copy
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
@@ -65,8 +65,9 @@ class KeptCall:
                 f"copies of its inputs take {size / 2**20:.0f} MiB of {free / 2**20:.0f} MiB free"
             )
         storages: dict[int, torch.UntypedStorage] = {}
+        relaid = Relaid()
         self._values: list[Callable[[], Any]] = [
-            weakref.ref(value) if i in weights else held(self._copy(value, whole, storages))
+            weakref.ref(value) if i in weights else held(self._copy(value, whole, storages, relaid))
             for i, value in enumerate(inputs)
         ]
 
@@ -75,6 +76,7 @@ class KeptCall:
         value: Any,
         whole: dict[int, torch.UntypedStorage],
         storages: dict[int, torch.UntypedStorage],
+        relaid: Relaid,
     ) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -85,7 +87,7 @@ class KeptCall:
             else:
                 if address not in storages:
                     storages[address] = whole[address].clone()
-                copy = view_like(value, storages[address], value.storage_offset())
+                copy = relaid.on(value, storages[address])
         if value.is_inference():
             return copy
         copy.requires_grad_(value.requires_grad)

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from fuseboard.profile.judge.copies import base_of
+
 
 @dataclass(frozen=True)
 class SentTensor:
-    """How one input lies in its storage, and what autograd knows of it."""
+    """How a tensor lies in its storage, and what autograd knows of it."""
 
     storage: int
     dtype: torch.dtype
@@ -32,14 +34,28 @@ class SentTensor:
 
 
 @dataclass(frozen=True)
+class SentInput:
+    """A tensor among the inputs.
+
+    :ivar tensor: the number of what was sent for it.
+    :ivar view: shape, strides and offset of a view of that; None where it is that itself.
+    """
+
+    tensor: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+@dataclass(frozen=True)
 class SentInputs:
     """The inputs of a call. Storage ``i`` is in the file ``i`` of a directory.
 
     :ivar values: tensors, and plain numbers.
+    :ivar tensors: those that aren't views of each other.
     :ivar sizes: of the storages, in bytes.
     """
 
-    values: tuple[SentTensor | int, ...]
+    values: tuple[SentInput | int, ...]
+    tensors: tuple[SentTensor, ...]
     sizes: tuple[int, ...]
 
 
@@ -48,21 +64,31 @@ def write_inputs(inputs: Sequence[torch.Tensor | int], directory: Path) -> SentI
 
     :raises OSError: there is no room for them.
     """
-    numbers: dict[int, int] = {}
+    storages: dict[int, int] = {}
     sizes: list[int] = []
-    values: list[SentTensor | int] = []
+    sent: dict[int, int] = {}
+    tensors: list[SentTensor] = []
+    values: list[SentInput | int] = []
     for value in inputs:
         if not isinstance(value, torch.Tensor):
             values.append(value)
             continue
-        storage = value.untyped_storage()
-        # Empty storages have no address; each is one of its own.
-        number = numbers.setdefault(storage.data_ptr() or -1 - len(sizes), len(sizes))
-        if number == len(sizes):
-            sizes.append(storage.nbytes())
-            _write(storage, directory / str(number))
-        values.append(_described(value, number))
-    return SentInputs(tuple(values), tuple(sizes))
+        base = base_of(value)
+        root = value if base is None else base
+        if (number := sent.setdefault(id(root), len(tensors))) == len(tensors):
+            storage = root.untyped_storage()
+            # Empty storages have no address; each is one of its own.
+            place = storages.setdefault(storage.data_ptr() or -1 - len(sizes), len(sizes))
+            if place == len(sizes):
+                sizes.append(storage.nbytes())
+                _write(storage, directory / str(place))
+            tensors.append(_described(root, place))
+        values.append(SentInput(number, None if base is None else _layout(value)))
+    return SentInputs(tuple(values), tuple(tensors), tuple(sizes))
+
+
+def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(value.shape), value.stride(), int(value.storage_offset())
 
 
 def _write(storage: torch.UntypedStorage, path: Path) -> None:
@@ -88,9 +114,7 @@ def _described(value: torch.Tensor, storage: int) -> SentTensor:
     return SentTensor(
         storage,
         value.dtype,
-        tuple(value.shape),
-        value.stride(),
-        int(value.storage_offset()),
+        *_layout(value),
         value.requires_grad,
         isinstance(value, torch.nn.Parameter),
         value.is_inference(),
@@ -107,10 +131,13 @@ def read_inputs(sent: SentInputs, directory: Path) -> list[torch.Tensor | int]:
         else torch.UntypedStorage(0)
         for i, size in enumerate(sent.sizes)
     ]
-    return [
-        _made(one, storages[one.storage]) if isinstance(one, SentTensor) else one
-        for one in sent.values
-    ]
+    tensors = [_made(one, storages[one.storage]) for one in sent.tensors]
+    return [_read(one, tensors) if isinstance(one, SentInput) else one for one in sent.values]
+
+
+def _read(one: SentInput, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    tensor = tensors[one.tensor]
+    return tensor if one.view is None else tensor.as_strided(*one.view)
 
 
 def _made(one: SentTensor, storage: Any) -> Any:
