@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 
@@ -62,6 +63,24 @@ def test_an_op_of_a_module_is_tried_beside_calls(scaled, training):
             assert fuseboard.wait(120)
     assert loaded()
     assert not any("within calls" in note for report in ledger.graphs() for note in report.notes)
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+def test_an_op_of_a_module_that_only_this_process_has(tmp_path, monkeypatch):
+    """Made from a file, as test runners and notebooks do: it is compiled within a call."""
+    code = OP.format(factor=3).replace("::scaled", "::alone")
+    (tmp_path / "alone.py").write_text(code)
+    spec = importlib.util.spec_from_file_location("defines_alone", tmp_path / "alone.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "defines_alone", module)
+    spec.loader.exec_module(module)
+    model, x = mlp(), torch.randn(8, 64)
+    run = pinned(lambda x: model(module.scaled(x)))
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(run(x), model(x * 3))
+            assert fuseboard.wait(120)
+    assert any("within calls" in note for report in ledger.graphs() for note in report.notes)
 
 
 def graph_with(op):

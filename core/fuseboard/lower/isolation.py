@@ -131,8 +131,12 @@ def _own_directory() -> Iterator[Path]:
 def import_as_here() -> dict[str, str]:
     """Environment under which a child imports what this process does, and not from its directory
     first because it was started with ``-m``."""
-    paths = [path or os.getcwd() for path in sys.path]
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return {"PYTHONPATH": os.pathsep.join(module_paths()), "PYTHONSAFEPATH": "1"}
+
+
+def module_paths() -> list[str]:
+    """Where this process looks for modules now."""
+    return [path or os.getcwd() for path in sys.path]
 
 
 def _read(path: Path) -> LoweringResult:

@@ -50,4 +50,6 @@ def _is_imported(name: str) -> bool:
         return False
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
-    return isinstance(module, ModuleType) and spec is not None and not spec._initializing
+    # Only specs of modules that are imported by name have it.
+    is_importing = getattr(spec, "_initializing", False)
+    return isinstance(module, ModuleType) and spec is not None and not is_importing

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fuseboard.errors import LoweringError
+from fuseboard.lower.isolation import module_paths
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import dynamo_graphs
 from fuseboard.workshop.dynamo_graph import DynamoGraph
@@ -36,6 +37,7 @@ def make_request(graph: DynamoGraph, call: KeptCall, directory: Path) -> Request
         settings=session.settings.model_copy(update={"settle": "first_call"}),
         modules=session.run_time_modules(),
         op_modules=graph.op_modules,
+        paths=module_paths(),
         frame=graph.frame,
         state=call.named_state(),
         modes=(call.grads, call.inference),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -32,6 +33,7 @@ _CALLS = 8
 
 def answer(request: Request, directory: Path) -> Answer:
     """Try the candidates for a graph on a call's real inputs."""
+    sys.path[:] = request.paths  # which the program may have added to since this process began
     for module in request.op_modules:  # whose code isn't to run in the call's surroundings
         try:
             importlib.import_module(module)
