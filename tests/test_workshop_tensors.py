@@ -76,7 +76,7 @@ def test_views_are_views_of_the_same_there(tmp_path, views_first):
     assert again.shape == base.shape
     assert all(value is again or value._base is again for value in read)
     (alone,) = read_inputs(write_inputs([base[1]], tmp_path), tmp_path)
-    assert alone._base.shape == base.shape
+    assert alone._base is None  # with symbolic sizes it would bring symbols of its own
 
 
 def test_writes_stay_on_one_side(tmp_path):

@@ -7,6 +7,7 @@ it maps the files privately, so that a page is copied when it is first written t
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,14 @@ def write_inputs(inputs: Sequence[torch.Tensor | int], directory: Path) -> SentI
     sent: dict[int, int] = {}
     tensors: list[SentTensor] = []
     values: list[SentInput | int] = []
+    given = [value for value in inputs if isinstance(value, torch.Tensor)]
+    users = Counter(value.untyped_storage().data_ptr() for value in given)
     for value in inputs:
         if not isinstance(value, torch.Tensor):
             values.append(value)
             continue
-        base = base_of(value)
+        # AOTAutograd looks for the base of those alone that share memory.
+        base = base_of(value) if users[value.untyped_storage().data_ptr()] > 1 else None
         root = value if base is None else base
         if (number := sent.setdefault(id(root), len(tensors))) == len(tensors):
             storage = root.untyped_storage()
