@@ -369,21 +369,24 @@ def test_a_write_in_between():
     assert "double__default writes to what it reads" in str(found)
 
 
+#: Draws as many numbers as what it replaces.
+DROPS = Pattern(
+    "drops",
+    lambda x, p: F.dropout(x, p) * 2,
+    [torch.empty(2), 0.3],
+    lambda x, p: 2 * F.dropout(x, p),
+)
+
+
 def test_random_numbers_in_between_are_those_of_eager():
     """Neither their order nor their number changes."""
-    drops = Pattern(
-        "drops",
-        lambda x, p: F.dropout(x, p) * 2,
-        [torch.empty(2), 0.3],
-        lambda x, p: 2 * F.dropout(x, p),
-    )
 
     def f(x):
         a = torch.sigmoid(x)
         b = F.dropout(x, 0.5) * 2
         return x * a + torch.rand_like(b) * b
 
-    for pattern in (drops, SWISH):
+    for pattern in (DROPS, SWISH):
         torch.compiler.reset()
         with observing("rewriter", fuse=fuses(pattern)), torch.no_grad():
             torch.manual_seed(1)
@@ -483,13 +486,7 @@ def test_a_replacement_with_another_gradient_is_a_trip():
 
 
 def test_dropout_in_training():
-    drops = Pattern(
-        "drops",
-        lambda x, p: F.dropout(x, p) * 2,
-        [torch.empty(2), 0.3],
-        lambda x, p: 2 * F.dropout(x, p),
-    )
-    check_training(lambda x: F.dropout(F.dropout(x.sin(), 0.5) * 2, 0.1), drops, 1, X, seed=3)
+    check_training(lambda x: F.dropout(F.dropout(x.sin(), 0.5) * 2, 0.1), DROPS, 1, X, seed=3)
 
 
 # --- errors ---------------------------------------------------------------------------------------

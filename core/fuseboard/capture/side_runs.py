@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fuseboard.profile.judge.copies import Relaid
 from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.relaid import Relaid
 
 Run = Callable[..., Any]
 

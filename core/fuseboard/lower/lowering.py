@@ -1,4 +1,7 @@
-"""Lower cut regions to callables: decompose, fuse, hoist, lower; on failure, the next backend."""
+"""Lower cut regions to callables: decompose, fuse, hoist, lower; on failure, the next backend.
+
+Past 400 lines: the steps share what they know of one region, and any of them may fail.
+"""
 
 from __future__ import annotations
 

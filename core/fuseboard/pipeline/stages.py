@@ -1,4 +1,7 @@
-"""One graph through the stages in order: fuse, partition, lower; then the runner."""
+"""One graph through the stages in order: fuse, partition, lower; then the runner.
+
+Past 400 lines: whatever stops a graph on its way is contained here, in words for its report.
+"""
 
 from __future__ import annotations
 

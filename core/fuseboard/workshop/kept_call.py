@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fuseboard.profile.judge.copies import Relaid
 from fuseboard.run.kept_inputs import held, strided_copy
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.relaid import Relaid
 from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 
 #: So many bytes are copied without a look at how many are free; and of those, what may be taken.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fuseboard.profile.judge.copies import base_of
+from fuseboard.torch_api.relaid import base_of
 
 
 @dataclass(frozen=True)
