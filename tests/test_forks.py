@@ -3,77 +3,81 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
+
+from fuseboard import forks
+from fuseboard.lower.specialise import compile_lock
+from fuseboard_inductor import _freeze
+from fuseboard_mkldnn import _pack
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-PROGRAM = textwrap.dedent(
-    """
-    import importlib, os, signal, sys, threading, warnings
-    import torch
-    from fuseboard import forks
-    from fuseboard.lower.specialise import compile_lock
+#: A child that waits for a lock is ended after so many seconds.
+STUCK_S = 60
 
-    warnings.simplefilter("ignore", DeprecationWarning)
+
+@contextmanager
+def held_elsewhere(locks: Sequence[Any]) -> Iterator[None]:
+    """Another thread holds the locks for the block."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        for lock in locks:
+            lock.acquire()
+        held.set()
+        over.wait()
+        for lock in locks:
+            lock.release()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert held.wait(STUCK_S)
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def in_a_child(work) -> int:
+    """The exit status of a forked child that does some work."""
+    child = os.fork()
+    if not child:
+        signal.alarm(STUCK_S)
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_locks_that_another_thread_held_are_free():
+    """Of what prepares weights, runs graphs, knows plugins, compiles, and chooses kernels."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     options = {"backends": ["mkldnn"], "policy": "priority"}
     fn, x = torch.compile(model, backend="fuseboard", options=options), torch.randn(32, 64)
     with torch.no_grad():
         fn(x), fn(x)
-    module = importlib.import_module(sys.argv[1])
-    locks = {
-        "weights": [lock for lock in forks._locks if lock is not compile_lock],
-        "plugin": [getattr(module, "_lock", compile_lock)],
-    }[sys.argv[2]]
-    assert locks
-    held, over = threading.Event(), threading.Event()
+    locks = [*forks._locks, compile_lock, _pack._lock, _freeze._lock]
 
     def work():
-        for lock in locks:
-            lock.acquire()
-        held.set()
-        over.wait()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    held.wait()
-    child = os.fork()
-    if not child:
-        signal.alarm(60)
         with torch.no_grad():
             model[0].weight.mul_(2)
             assert torch.allclose(fn(x), model(x), atol=1e-5)
-            for lock in locks:
-                with lock:
-                    pass
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    over.set()
-    print(os.waitstatus_to_exitcode(status))
-    """
-)
+        for lock in locks:
+            with lock:
+                pass
 
-
-@pytest.mark.parametrize(
-    ("module", "locks"),
-    [
-        ("fuseboard.forks", "weights"),
-        ("fuseboard.lower.specialise", "plugin"),
-        ("fuseboard_mkldnn._pack", "plugin"),
-        ("fuseboard_inductor._freeze", "plugin"),
-    ],
-)
-def test_a_lock_that_another_thread_held_is_free(module, locks, tmp_path):
-    """Of what prepares weights, runs graphs, knows plugins, compiles, and chooses kernels."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, module, locks],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "FUSEBOARD_CACHE_DIR": str(tmp_path)},
-    )
-    assert done.stdout.strip() == "0", done.stderr
+    with held_elsewhere(locks):
+        assert in_a_child(work) == 0

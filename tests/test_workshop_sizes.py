@@ -67,11 +67,11 @@ def made_again():
 @pytest.mark.parametrize(
     ("make", "inputs", "sizes"),
     [
-        (mlp, lambda n: torch.randn(n, 64), (5, 6, 40, 1, 0)),
         (Block, lambda n: torch.randn(2, n, 16), (5, 6, 40, 3, 1)),
+        (mlp, lambda n: torch.randn(n, 64), (5, 6, 40, 1, 0)),
         (images, lambda n: torch.randn(2, 3, n, n + 2), (8, 10, 33, 5, 2)),
     ],
-    ids=["mlp", "block", "images"],
+    ids=["block", "mlp", "images"],
 )
 def test_values_of_all_sizes_are_eagers_and_nothing_is_traced(traced, make, inputs, sizes, dynamic):
     """Sizes that were compiled for, others, and those for which Dynamo compiles again."""
