@@ -45,8 +45,8 @@ from fuseboard.lower import background  # noqa: E402
 from fuseboard.report.data import ledger  # noqa: E402
 from fuseboard.workshop import desk as desks  # noqa: E402
 
-# Dynamo times the guards of each compile for its telemetry, with the processor's caches emptied:
-# 30 ms each, in two thousand compiles (``CheckFunctionManager``, ``torch/_dynamo/guards.py``, 2.13).
+# Dynamo times the guards of each compile, for telemetry, with the processor's caches emptied:
+# 30 ms each, in two thousand compiles (``torch/_dynamo/guards.py``, 2.13).
 torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 
 # torch makes its structured trace, hundreds of records a compile, where this logger has a handler.
