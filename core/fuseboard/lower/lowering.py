@@ -22,12 +22,14 @@ from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.caching import Cache, Deferred, Task, Token
 from fuseboard.lower.guards import watching_guards
+from fuseboard.lower.inner_graphs import lower_around
 from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.op_levels import LevelKey, OpLevels
 from fuseboard.lower.overriding import Decided, Overriding, given_to
 from fuseboard.lower.specialise import Specialised
 from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
+from fuseboard.partition.inner_plans import InnerPlan, InnerPlans
 from fuseboard.partition.regions import Cut
 from fuseboard.partition.signature import signature
 from fuseboard.profile.judge.replays import only_torchs_ops
@@ -36,6 +38,7 @@ from fuseboard.report.nodes import source_line
 from fuseboard.run.checked import CheckedPrepare
 from fuseboard.run.eager import boxed_function
 from fuseboard.run.failure import contained, region_error, trip
+from fuseboard.run.program import GraphContext
 from fuseboard.run.sites import Lowered
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
@@ -77,6 +80,7 @@ class Lowering:
 
     :ivar static: the graph's placeholders that are parameters or buffers and aren't mutated.
     :ivar claimed: backend → names of the nodes that it claimed.
+    :ivar inner_plans: for the graphs of higher-order nodes.
     :ivar real: the tensors behind ``static`` in the call that is being compiled, as far as known.
     :ivar strict: a failure is raised, and isn't contained.
     :ivar defers: what takes long raises :class:`Deferred` instead.
@@ -99,6 +103,7 @@ class Lowering:
     claimed: Mapping[str, frozenset[str]]
     counter: FusionCounter
     hoisting: bool
+    inner_plans: InnerPlans = field(default_factory=dict)
     real: Mapping[Node, torch.Tensor] = field(default_factory=dict)
     strict: bool = False
     defers: bool = False
@@ -162,7 +167,7 @@ class Lowering:
         report.same_as = known.region.name
         report.hoisted = known.values
         region = given_to(region, report.backend, self.session)
-        if self._wants_numbers(region):
+        if not known.inner and self._wants_numbers(region):
             return self._specialise(region, report)
         bare, shown = self._bare[region.signature]
         shown = dataclasses.replace(shown, name=region.name, source=region.source)
@@ -174,12 +179,19 @@ class Lowering:
         assert cut.graph is not None
         static = tuple(i for i, node in enumerate(cut.inputs) if node in self.static)
         random = self.session.settings.random
+        further = (
+            self.kind,
+            static,
+            random,
+            self.hoisting,
+            *self._plans_for(cut.backend, cut.graph),
+        )
         return Region(
             name=name,
             backend=cut.backend,
             kind=self.kind,
             graph=cut.graph,
-            signature=signature(cut.graph, cut.backend, (self.kind, static, random, self.hoisting)),
+            signature=signature(cut.graph, cut.backend, further),
             static_inputs=static,
             whole=whole,
             random=random,
@@ -225,6 +237,8 @@ class Lowering:
     def _lower_on(
         self, region: Region, report: RegionReport, weights: Sequence[torch.Tensor] | None
     ) -> Lowered:
+        if plans := self._plans_for(region.backend, region.graph):
+            return self._lower_around(region, report, weights, plans)
         if self._wants_numbers(region):
             return self._specialise(region, report)
         with watching_guards(self.session, region.backend, region.graph, report.notes):
@@ -315,6 +329,52 @@ class Lowering:
         if unproven and not only_torchs_ops(prepared.prepare):
             prepare = CheckedPrepare(prepare, fused.by_settings or backend)
         return dataclasses.replace(lowered, prepare=prepare, uses=prepared.uses)
+
+    def _plans_for(self, backend: str, graph: GraphModule) -> tuple[InnerPlan, ...]:
+        """The plans for the graphs of a region's higher-order op; none for most regions."""
+        known = self.inner_plans.get(backend)
+        nodes = graph.graph.nodes if known else ()
+        return next((known[node.name] for node in nodes if known and node.name in known), ())
+
+    def _lower_around(
+        self,
+        region: Region,
+        report: RegionReport,
+        weights: Sequence[torch.Tensor] | None,
+        plans: Sequence[InnerPlan],
+    ) -> Lowered:
+        """A higher-order op whose graphs are cut: these are lowered as any other graph is."""
+        aside = dataclasses.replace(self.report, regions=[])
+        real = dict(zip(region.static_inputs, weights or (), strict=False))
+
+        def lower_cuts(
+            plan: InnerPlan, static: Mapping[Node, int], cuts: Sequence[Cut]
+        ) -> list[Lowered]:
+            lowering = dataclasses.replace(
+                self,
+                report=aside,
+                static=static.keys(),
+                claimed={info.name: frozenset() for info in self.session.backends},
+                inner_plans=plan.inner,
+                real={node: real[number] for node, number in static.items() if number in real},
+                wraps=False,
+            )
+            first = len(aside.regions)
+            return [
+                lowering.lower(cut, f"{region.name}.inner{first + number}", whole=False)
+                for number, cut in enumerate(cuts)
+            ]
+
+        context = GraphContext(region.graph, self.kind, (), (), self.session, aside)
+        lowered = lower_around(region, plans, lower_cuts, context)
+        for one in aside.regions:
+            report.fusions.extend(one.fusions)
+            report.notes.append(f"{one.name}: {one.backend} runs {', '.join(one.ops)}")
+            report.notes.extend(one.notes)
+        report.hoisted = lowered.values
+        answer = LoweredRegion(lowered.call)
+        self._bare[region.signature] = answer, region
+        return dataclasses.replace(lowered, call=self._wrapped(answer, region, region, report))
 
     def _wrapped(
         self, answer: LoweredRegion, shown: Region, region: Region, report: RegionReport

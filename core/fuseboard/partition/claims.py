@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Claim, Decline
+from fuseboard.ops.inner_graphs import inner_nodes
 
 #: In the ``meta`` of a node that the backend doesn't get whatever it answers: the reason.
 _REFUSED = "fuseboard_refused"
@@ -100,19 +100,6 @@ def first_reason(node: Node, why_not: Callable[[Node], str | None]) -> str | Non
         if reason is not None:
             return f"in a graph of {node.target.name()}: {reason}"
     return None
-
-
-def inner_nodes(node: Node) -> Iterator[Node]:
-    """The ops in the graphs that a higher-order op is given, at any depth."""
-    owner = node.graph.owning_module
-    for used in node.all_input_nodes:
-        if used.op != "get_attr" or owner is None:
-            continue
-        held = operator.attrgetter(str(used.target))(owner)
-        for inner in held.graph.nodes if isinstance(held, GraphModule) else ():
-            if inner.op == "call_function":
-                yield inner
-                yield from inner_nodes(inner)
 
 
 # --- what is left of a backend's answers --------------------------------------------------------

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from fuseboard.contracts import BackendInfo
-from fuseboard.partition.claims import first_reason, inner_nodes
+from fuseboard.ops.inner_graphs import inner_nodes
+from fuseboard.partition.claims import first_reason
 from fuseboard.torch_api import symbols as torch_symbols
 
 

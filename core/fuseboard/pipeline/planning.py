@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.claims import arbitrate, mark_refused, readers_of_unfit
+from fuseboard.partition.inner_plans import InnerPlan, InnerPlans, regions_with
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.support import Support
-from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placeable_nodes
+from fuseboard.pipeline.inner_planning import InnerPlanner, with_inner
+from fuseboard.pipeline.staged_graph import Claims, StagedGraph, claimed_names, placeable_nodes
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.report.data import GraphReport
@@ -46,16 +49,25 @@ class Planner:
         kept: Mapping[Node, str],
         excluded: Mapping[str, Mapping[str, str]],
         report: GraphReport,
-    ) -> Claims:
-        """Each backend's answers, less what the board or the user declines on its behalf."""
+        backends: Sequence[BackendInfo] | None = None,
+    ) -> tuple[Claims, InnerPlans]:
+        """Each backend's answers, less what the board or the user declines on its behalf.
+
+        And plans for the graphs of higher-order nodes, which the board claims for a backend that
+        runs what is in them.
+
+        :param backends: those to ask; None: all.
+        """
         nodes = {node.name: node for node in placeable_nodes(graph, kept)}
         own = {node.name: reason for node, reason in kept.items()}
         views = [node for node in kept if isinstance(node.meta.get("val"), torch.Tensor)]
         support = Support([*nodes.values(), *views])
         claims: Claims = {}
+        plans: dict[str, dict[str, tuple[InnerPlan, ...]]] = {}
+        inner = self._inner_planner(kind, report)
         specialise = self.session.settings.dynamic == "specialise"
         example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
-        for info in self.session.backends:
+        for info in self.session.backends if backends is None else backends:
             answers: list[Claim | Decline] = []
             unfit = support.refusals(info, specialise)
             copied = {node.name for node in views} - unfit.keys()
@@ -82,7 +94,29 @@ class Planner:
                 except (PluginError, LoweringError) as error:
                     self._tripped(report, info.name, "claim", error, "the other backends")
             claims[info.name] = arbitrate(answers, refused, nodes)
-        return claims
+            if info is self.session.backends[-1] or (kind != "inference" and not info.training):
+                continue
+            not_these = claimed_names(claims[info.name]) | excluded.get(info.name, {}).keys()
+            if found := inner.plans(info, nodes, not_these):
+                plans[info.name] = found
+                claims[info.name] = with_inner(claims[info.name], found, nodes)
+        return claims, plans
+
+    def _inner_planner(self, kind: GraphKind, report: GraphReport) -> InnerPlanner:
+        def ask(
+            graph: GraphModule, kept: Mapping[Node, str], backends: Sequence[BackendInfo]
+        ) -> tuple[Claims, InnerPlans]:
+            excluded = self.pins.of(placeable_nodes(graph, kept)).excluded
+            return self.claims(graph, kind, kept, excluded, report, backends)
+
+        settings = self.session.settings
+        return InnerPlanner(
+            eager=self.session.backends[-1],
+            kind=kind,
+            min_region_us=settings.min_region_us,
+            merge_regions=settings.merge_regions,
+            ask=ask,
+        )
 
     def plans(self, staged: StagedGraph) -> list[Plan]:
         """The plans to choose between: one where nothing is to be measured.
@@ -147,11 +181,20 @@ class Planner:
             )
             pins = staged.wishes.pins
             PlanCheck(placeable_nodes(graph, kept), claims, pins, self.pins.paths, who)(plan)
-            return who, plan
+            return who, _with_inner_regions(plan, staged)
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "") or who
             self._tripped(report, plugin, "plan", error, "the default plan")
-            return plugin, make_plan(**arguments)
+            return plugin, _with_inner_regions(make_plan(**arguments), staged)
+
+
+def _with_inner_regions(plan: Plan, staged: StagedGraph) -> Plan:
+    """The plan with each higher-order node whose graphs are planned as a region."""
+    if not staged.inner_plans:
+        return plan
+    nodes = {node.name: node for node in placeable_nodes(staged.graph, staged.board_nodes)}
+    regions = regions_with(plan.regions, staged.inner_plans, plan.placements, nodes)
+    return dataclasses.replace(plan, regions=regions)
 
 
 def defers(session: Session, graph: GraphModule) -> bool:

@@ -14,6 +14,7 @@ from fuseboard.contracts import Claim, Decline, GraphKind, Plan, Region
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.op_levels import LevelKey
 from fuseboard.lower.overriding import Decided
+from fuseboard.partition.inner_plans import InnerPlans
 from fuseboard.partition.pins import Wishes
 from fuseboard.partition.places import Place
 from fuseboard.partition.regions import Cut
@@ -39,6 +40,7 @@ class StagedGraph:
 
     :ivar captured: as AOTAutograd gave it; ``graph`` is fused.
     :ivar board_nodes: the board's own nodes, with reasons.
+    :ivar inner_plans: for the graphs of higher-order nodes.
     :ivar unversioned: positions of inputs that are inference tensors, which have no versions.
     """
 
@@ -51,6 +53,7 @@ class StagedGraph:
     board_nodes: Mapping[Node, str]
     claims: Claims
     wishes: Wishes
+    inner_plans: InnerPlans = field(default_factory=dict)
     unversioned: frozenset[int] = frozenset()
 
     @property

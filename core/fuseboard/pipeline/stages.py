@@ -263,7 +263,7 @@ class Pipeline:
         with report.timed("partition"), collection_paused():
             kept = board_nodes(graph)
             wanted = self.pins.of(placeable_nodes(graph, kept))
-            claims = self.planner.claims(graph, kind, kept, wanted.excluded, report)
+            claims, inner = self.planner.claims(graph, kind, kept, wanted.excluded, report)
             wishes = wanted.resolve(claims)
             report.notes.extend(wishes.notes)
         roles = torch_internals.input_roles()
@@ -274,7 +274,7 @@ class Pipeline:
                 "inference tensors: these don't tell when they change"
             )
         return StagedGraph(
-            graph, captured, kind, report, roles, counter, kept, claims, wishes, unversioned
+            graph, captured, kind, report, roles, counter, kept, claims, wishes, inner, unversioned
         )
 
     def _rewrite(
@@ -301,6 +301,7 @@ class Pipeline:
             kind=staged.kind,
             static=frozenset(n for i, n in enumerate(placeholders) if i in weight_positions),
             claimed={name: claimed_names(answers) for name, answers in staged.claims.items()},
+            inner_plans=staged.inner_plans,
             counter=counter,
             hoisting=self.session.settings.hoist and staged.kind == "inference",
             real=self.example_inputs.behind(placeholders, weight_positions),

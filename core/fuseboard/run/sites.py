@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ class Lowered:
         share it.
     :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
     :ivar lower_part: compiles a part of the region's graph in the same way.
+    :ivar inner: the regions of the graphs that its higher-order op calls, where these were cut.
     :ivar by_settings: who rewrote or lowered the region instead of its backend.
     """
 
@@ -34,6 +35,7 @@ class Lowered:
     uses: tuple[int, ...] = ()
     values: int = 0
     lower_part: Callable[[GraphModule], Boxed] | None = None
+    inner: tuple[Site, ...] = ()
     by_settings: str = ""
 
     @property
@@ -71,6 +73,12 @@ class Site:
         """What traces call it: its region, the backend, the user's modules."""
         region = self.lowered.region
         return f"{region.name} [{region.backend}] {modules_text(self.cut.nodes)}".rstrip()
+
+    def with_inner(self) -> Iterator[Site]:
+        """The site, and those of the graphs that its region's op calls, at any depth."""
+        yield self
+        for site in self.lowered.inner:
+            yield from site.with_inner()
 
     @property
     def trusted(self) -> bool:

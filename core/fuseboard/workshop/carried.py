@@ -26,6 +26,7 @@ from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.op_levels import LevelKey
 from fuseboard.lower.overriding import Decided
+from fuseboard.partition.inner_plans import InnerPlans
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
 from fuseboard.pipeline.call import Compiled, GraphCall
@@ -53,6 +54,7 @@ class _CarriedGraph:
     :ivar board_nodes: names of the board's own nodes.
     :ivar weight_positions: inputs that are weights, unchanged until they tell otherwise.
     :ivar visible: how many leading outputs the caller sees; None: all.
+    :ivar inner_plans: for the graphs of higher-order nodes.
     :ivar runs_original: in eager it runs best as Dynamo has it.
     :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
     :ivar decomposed: graphs of regions that were decomposed for a plugin; None for those that
@@ -70,6 +72,7 @@ class _CarriedGraph:
     regions: tuple[tuple[str, ...], ...]
     weight_positions: frozenset[int]
     visible: int | None
+    inner_plans: InnerPlans
     runs_original: bool
     fusions_offered: int
     decomposed: dict[LevelKey, bytes | None]
@@ -145,7 +148,7 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
     staged, runner, plan = record.staged, record.runner, record.plan
     if plan is None:
         raise NotCarried("one of its graphs has no plan")
-    sites = runner.program.sites
+    sites = [inner for site in runner.program.sites for inner in site.with_inner()]
     if any(site.tripped or site.lowered.region.backend != site.cut.backend for site in sites):
         raise NotCarried("a region of it runs in eager since it tripped")
     used = {site.lowered.region.signature for site in sites}
@@ -159,6 +162,7 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
         regions=plan.regions,
         weight_positions=staged.weight_positions,
         visible=staged.roles.visible_outputs if staged.kind == "forward" else None,
+        inner_plans=staged.inner_plans,
         runs_original=runner.uncompiled is not runner.captured.eager,
         fusions_offered=staged.counter.offered,
         decomposed={
@@ -291,6 +295,7 @@ def _run(
         kind=carried.kind,
         static=frozenset(n for i, n in enumerate(placeholders) if i in carried.weight_positions),
         claimed={info.name: frozenset() for info in session.backends},
+        inner_plans=carried.inner_plans,
         counter=FusionCounter(
             settings.fuse_limit, frozenset(settings.fuse_skip), carried.fusions_offered
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,10 @@ class Missing:
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
+
+
+class _InnerMissing(Exception):
+    """A value within a loop couldn't be computed; the text says why."""
 
 
 class Evaluation(Protocol):
@@ -125,6 +130,32 @@ def inner_graphs(target: Any, args: Sequence[Any]) -> tuple[list[GraphModule], S
     return [], ()
 
 
+def with_loop_run(
+    target: Any, args: Sequence[Any], run_inner: Callable[[int, GraphModule, Sequence[Any]], Any]
+) -> tuple[Any, ...] | None:
+    """A loop's arguments with functions in the places of its graphs; None for other ops.
+
+    These are ``while_loop(condition, body, carried, further)`` and
+    ``scan(step, carried, slices, further)``.
+
+    :param run_inner: runs a graph of the loop: (its position among the arguments, it, operands).
+    """
+    name = target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
+    count = {"while_loop": 2, "scan": 1}.get(name, 0)
+    if not count or not all(isinstance(arg, GraphModule) for arg in args[:count]):
+        return None
+
+    def function(position: int) -> Callable[..., Any]:
+        return lambda *operands: run_inner(position, args[position], operands)
+
+    return (*map(function, range(count)), *args[count:])
+
+
+def is_condition(target: Any, position: int) -> bool:
+    """Whether the graph of a loop at this position says if it goes on."""
+    return bool(target.name() == "while_loop") and position == 0
+
+
 # --- eager ---------------------------------------------------------------------------------------
 
 
@@ -132,7 +163,8 @@ class Eager:
     """Each op as it is.
 
     :ivar forms: the form of each node's value, of inner graphs too.
-    :ivar branches: for each ``cond``, which of its graphs was run, call by call.
+    :ivar branches: for each ``cond``, which of its graphs was run, call by call; for each
+        ``while_loop``, whether it went on.
     :param fill: which of :data:`FILLS` uninitialised memory is filled with.
     """
 
@@ -149,14 +181,27 @@ class Eager:
         target: Any = node.target
         args, kwargs = arguments_of(node, values.__getitem__)
         graphs, operands = inner_graphs(target, args)
+        result: Any
         if graphs:
             which = 0 if len(graphs) == 1 or args[0] else 1
             self.branches.setdefault(node, []).append(which)
-            result: Any = run(graphs[which], operands, self)
+            result = run(graphs[which], operands, self)
+        elif loop := with_loop_run(target, args, partial(self._run_inner, node)):
+            result = target(*loop)
         else:
             result = self.computed(node, target, args, kwargs)
         self.forms[node] = form_of(result)
         return result
+
+    def _run_inner(
+        self, node: Node, position: int, graph: GraphModule, operands: Sequence[Any]
+    ) -> Any:
+        """A graph of a loop, on the operands of one round."""
+        results = run(graph, operands, self)
+        if is_condition(node.target, position):
+            self.branches.setdefault(node, []).append(bool(results[0]))
+            return results[0]
+        return tuple(results)
 
     def computed(self, node: Node, target: Any, args: Any, kwargs: Any) -> Any:
         """Call an op."""
@@ -214,7 +259,8 @@ def _strided_anew(node: Node) -> bool:
 class Lifted:
     """Each op in float64, or in the widest dtype that it has.
 
-    A ``cond`` takes the branch that eager took, whatever the condition is in float64.
+    A ``cond`` takes the branch that eager took, whatever the condition is in float64, and a
+    ``while_loop`` goes round as often.
 
     :ivar notes: which ops ran in another dtype, and which not at all.
     :ivar rounded: the nodes whose roundings are eager's: those, and those in float64 anyway.
@@ -245,6 +291,11 @@ class Lifted:
         graphs, operands = inner_graphs(target, args)
         if graphs:
             return run(graphs[next(self._branches[node])], operands, self)
+        if loop := with_loop_run(target, args, partial(self._run_inner, node)):
+            try:
+                return self._laid_out(target(*loop), form)
+            except _InnerMissing as missing:
+                return Missing(str(missing))
         if isinstance(target, torch._ops.HigherOrderOperator):
             why = "" if only_raises(node) else "what it holds was made for them"
             return self._in_own_dtypes(node, values, why)
@@ -260,6 +311,18 @@ class Lifted:
         del args, kwargs
         why = f"it refuses float64 ({refusals[0]})"
         return self._in_own_dtypes(node, values, why, halves_too=False)
+
+    def _run_inner(
+        self, node: Node, position: int, graph: GraphModule, operands: Sequence[Any]
+    ) -> Any:
+        """A graph of a loop, on the operands of one round."""
+        if is_condition(node.target, position):
+            return torch.tensor(bool(next(self._branches[node])))
+        results = tuple(run(graph, operands, self))
+        for value in results:
+            if isinstance(value, Missing):
+                raise _InnerMissing(value.reason)
+        return results
 
     def _in_own_dtypes(
         self, node: Node, values: Mapping[Node, Any], why: str, halves_too: bool = True
@@ -290,7 +353,9 @@ class Lifted:
         def own(used: Node) -> Any:
             value = values[used]
             if isinstance(value, _Given):
-                return lifting.halves_widened(value.raw) if wide else value.raw
+                value = value.raw
+                if dtypes_of(self.forms[used]) == dtypes_of(form_of(value)):
+                    return lifting.halves_widened(value) if wide else value
             return lifting.cast_down(value, self.forms[used], wide)
 
         target: Any = node.target
