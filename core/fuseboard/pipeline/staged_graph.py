@@ -167,7 +167,9 @@ def dynamo_site(
     )
     call = boxed_original(graph, grads)
     return Site(
-        cut, Lowered(region, call, call, tuple(range(len(placeholders)))), is_dynamo_graph=True
+        cut,
+        Lowered(region, call, call, tuple(range(len(placeholders)))),
+        dynamo_graph_as=staged.captured,
     )
 
 

@@ -22,8 +22,9 @@ from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
 from fuseboard.profile.judge.copies import Copies, KeptCopies, WriteWatch
 from fuseboard.profile.judge.divergence import first_divergence
-from fuseboard.profile.judge.reference import Reference, make_reference, replayable
+from fuseboard.profile.judge.reference import Reference, Rule, make_reference, replayable
 from fuseboard.profile.judge.replays import generators_put_back, why_it_writes
+from fuseboard.profile.judge.same_results import difference_of_dynamo_graph
 from fuseboard.profile.judge.verify import reused_outputs, verify
 from fuseboard.report.data import GraphReport
 from fuseboard.run.eager import boxed_function
@@ -72,6 +73,7 @@ class CheckedRegion:
     :param lower_part: compiles a part of the region as the region was compiled.
     :param inner: positions of outputs that nothing but other regions reads.
     :param is_eager: the code is the region's graph, op by op.
+    :param dynamo_graph_as: the code is Dynamo's graph; this is what was captured of it.
     :param prepared: so many of the last arguments were prepared from weights.
     :param trusted: nobody's code but the board's own runs.
     :param seen: is given the results of a call that was right.
@@ -91,6 +93,7 @@ class CheckedRegion:
         lower_part: Callable[[GraphModule], Boxed] | None = None,
         inner: frozenset[int] = frozenset(),
         is_eager: bool = False,
+        dynamo_graph_as: GraphModule | None = None,
         prepared: int = 0,
         trusted: bool = False,
         seen: Callable[[Sequence[Any]], None] | None = None,
@@ -106,6 +109,7 @@ class CheckedRegion:
         self._lower_part = lower_part
         self._inner = inner
         self._is_eager = is_eager
+        self._dynamo_graph_as = dynamo_graph_as
         self._prepared = prepared
         self._trusted = trusted
         self._seen = seen
@@ -124,6 +128,8 @@ class CheckedRegion:
         reference = self._reference(own)
         result = self._result(args, time.perf_counter() - start)
         verdict = self._verdict(result, inputs, reference)
+        if verdict.by_value and reference is not None:
+            verdict = self._verdict_of_eager(verdict, own, result, reference.rules)
         if not verdict.ok:
             where = self._where(own) if verdict.by_value else ""
             raise self._broken(verdict.problem + where, verdict.by_value)
@@ -229,6 +235,22 @@ class CheckedRegion:
             except Exception as error:  # an op may raise anything, in float64 alone or in eager too
                 boxed_function(graph, f"{self._region.name}.eager")(list(inputs))
                 return f"{type(error).__name__}: {error}"
+
+    def _verdict_of_eager(
+        self, verdict: Verdict, inputs: Sequence[Any], result: Any, rules: Sequence[Rule]
+    ) -> Verdict:
+        """Look again at values of Dynamo's graph, which is eager: its roundings are no fault.
+
+        It is wrong where it is called in another state than it assumes, as ``torch.func`` without
+        gradients gives zeros.
+        """
+        if self._dynamo_graph_as is None:
+            return verdict
+        with torch_internals.real_tensors():
+            if difference_of_dynamo_graph(self._dynamo_graph_as, inputs, result, rules):
+                return verdict
+        self._note(f"Dynamo's own graph rounds otherwise than what was captured: {verdict.problem}")
+        return Verdict(True)
 
     def _where(self, inputs: Sequence[Any]) -> str:
         """The first op whose values are wrong, as a further sentence; "" where it can't be told."""

@@ -389,6 +389,7 @@ class Program:
                 lowered.lower_part,
                 self._inner_outputs(site.cut),
                 is_eager=site.is_eager,
+                dynamo_graph_as=site.dynamo_graph_as,
                 prepared=lowered.values,
                 trusted=site.trusted,
                 seen=site.see,

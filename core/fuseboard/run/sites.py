@@ -53,16 +53,22 @@ class Lowered:
 class Site:
     """One call of a region in the graph.
 
-    :ivar is_dynamo_graph: the code is that of Dynamo's graph, not of the region's own.
+    :ivar dynamo_graph_as: where the code is that of Dynamo's graph, what AOTAutograd captured of
+        it, before any rewrite.
     :ivar outputs: what they were like in the last checked call; empty before one.
     :ivar tripped: whose code failed in a call, in place of which eager runs.
     """
 
     cut: Cut
     lowered: Lowered
-    is_dynamo_graph: bool = False
+    dynamo_graph_as: GraphModule | None = None
     outputs: tuple[Output, ...] = ()
     tripped: str = ""
+
+    @property
+    def is_dynamo_graph(self) -> bool:
+        """Whether its code is that of Dynamo's graph, not of the region's own."""
+        return self.dynamo_graph_as is not None
 
     @property
     def is_eager(self) -> bool:

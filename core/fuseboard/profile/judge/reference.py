@@ -128,8 +128,13 @@ def _comparable(value: Any) -> Any:
 
 def run_eager(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Run a graph op by op, as eager does; what is said of :func:`make_reference` holds here."""
+    return run_undisturbed(graph, inputs, Eager())
+
+
+def run_undisturbed(graph: GraphModule, inputs: Sequence[Any], how: Eager) -> list[Any]:
+    """Run a graph op by op, with no gradients, autocast, or effect on the random numbers."""
     with _undisturbed(graph, inputs):
-        return run(graph, list(inputs), Eager())
+        return run(graph, list(inputs), how)
 
 
 def _why_unjudged(

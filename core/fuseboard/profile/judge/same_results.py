@@ -1,18 +1,20 @@
 """Whether eager's results of two graphs are the same, roundings aside.
 
-There is no float64 run of either: one graph's own results take its place.
+One graph's own results take the place of a float64 run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
-from fuseboard.profile.judge.reference import Reference
+from fuseboard.profile.judge.interpret import Disturbed
+from fuseboard.profile.judge.reference import Reference, run_eager, run_undisturbed
 from fuseboard.profile.judge.rules import Rule
 from fuseboard.profile.judge.spread import Spread, spread_of, widened
 from fuseboard.profile.judge.values import judge
@@ -49,6 +51,37 @@ class Disturbances:
                 return
             found = found.joined(spread_of(value.detach(), precise, relative=True))
             yield found
+
+
+def difference_of_dynamo_graph(
+    captured: GraphModule, inputs: Sequence[Any], results: Sequence[Any], rules: Sequence[Rule]
+) -> str:
+    """How results of Dynamo's graph differ from the captured graph's by more than roundings.
+
+    Dynamo's graph is eager, so the captured graph's own error is no measure for it. Capture takes
+    ops apart, and the parts may round less, or otherwise, than the kernel that users have:
+    ``interpolate`` becomes ops that compute coordinates.
+
+    :param captured: as AOTAutograd captured it. In a rewritten graph such coordinates are
+        constants, which show none of the roundings that made them.
+    :param rules: outputs that are ``unjudged`` are left out.
+    :returns: the first difference; "" where there is none.
+    """
+
+    def disturbed(seed: int) -> dict[str, Any]:
+        values = run_undisturbed(captured, inputs, Disturbed(set(), seed))
+        return {str(number): value for number, value in enumerate(values)}
+
+    own = {str(number): value for number, value in enumerate(run_eager(captured, inputs))}
+    disturbances = Disturbances(disturbed, own)
+    for (name, value), result, rule in zip(own.items(), results, rules, strict=True):
+        if rule == "unjudged":
+            continue
+        if isinstance(result, torch.Tensor):
+            result = result.detach()
+        if problem := difference(value, result, disturbances.spreads(name)):
+            return f"output {name} {problem}"
+    return ""
 
 
 def _precise(value: torch.Tensor) -> torch.Tensor:
