@@ -69,3 +69,19 @@ def test_a_trip_is_shown():
     path = "tests.support.stages:fuse_raises"
     text = passes("script.py:main", FUSEBOARD_STAGES__FUSE=path)
     assert f"{path} tripped: it raised ZeroDivisionError: no rewrite found" in text
+
+
+def test_what_must_match():
+    """A name that no rewrite has is an error, one that is switched off as well."""
+    assert "attention" in passes("script.py:main", "--must-match", "attention")
+    for more, environment in (
+        (("--must-match", "rotary"), {}),
+        ((), {"FUSEBOARD_FUSE_LIMIT": "0"}),
+    ):
+        arguments = ["passes", "script.py:main", "--must-match", "attention", *more]
+        result = CliRunner().invoke(app, arguments, env=environment)
+        assert result.exit_code == 1
+        missing, there = ("attention", "none") if environment else ("rotary", "attention")
+        assert f"not found: {missing}; what was rewritten: {there}\n" in result.output
+    result = CliRunner().invoke(app, ["passes", "--must-match", "attention"])
+    assert result.exit_code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +38,13 @@ def passes(
     wait: Annotated[
         bool, typer.Option(help="Try every candidate before, those that compile slowly too.")
     ] = False,
+    must_match: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Exit with 1 unless a rewrite of this name was applied; may be repeated.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the plugins that rewrite graphs, in the order in which they are asked.
@@ -45,6 +52,8 @@ def passes(
     Given a FUNCTION as for fuseboard explain, show what each of them did to what it compiles: the
     rewrites with the numbers that the setting fuse_skip takes, and the trips of the stage.
     """
+    if must_match and target is None:
+        raise typer.BadParameter("it needs a FUNCTION to look into", param_hint="--must-match")
     from fuseboard.board import board
     from fuseboard.config import resolve
 
@@ -56,11 +65,25 @@ def passes(
         found["graphs"] = list(map(_graph, explanation.graphs))
     if as_json:
         print(json.dumps(found, indent=2))
-        return
-    console = Console(highlight=False)
-    console.print(_table(found["passes"]))
-    for graph in found.get("graphs", ()):
-        _show(console, graph)
+    else:
+        console = Console(highlight=False)
+        console.print(_table(found["passes"]))
+        for graph in found.get("graphs", ()):
+            _show(console, graph)
+    _check(must_match or (), found.get("graphs", ()))
+
+
+def _check(names: Iterable[str], graphs: Iterable[dict[str, Any]]) -> None:
+    """Exit with 1 where a name isn't among the rewrites that were applied."""
+    places = [
+        place for graph in graphs for place in (graph["rewrites"], *graph["regions"].values())
+    ]
+    applied = {fusion["name"] for place in places for fusion in place if fusion["applied"]}
+    missing = [name for name in names if name not in applied]
+    if missing:
+        there = ", ".join(sorted(applied)) or "none"
+        print(f"not found: {', '.join(missing)}; what was rewritten: {there}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _passes(session: Session) -> Iterator[dict[str, str]]:
