@@ -117,6 +117,13 @@ def known_parts(node: Node) -> str | None:
     return None if all(isinstance(size, int) for size in sizes) else "a split of symbolic size"
 
 
+def known_shifts(node: Node) -> str | None:
+    """Shifts that are numbers."""
+    shifts = argument(node, 1, "shifts")
+    known = all(isinstance(shift, int) for shift in _flat([shifts]))
+    return None if known else "a shift of symbolic size"
+
+
 def known_count(node: Node) -> str | None:
     """A dimension of known size."""
     value, dim = tensor(node.args[0]), argument(node, 1, "dim", 0)

@@ -53,6 +53,9 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     plain.recompile()
     for reason in filter(None, map(why_no_form, plain.graph.nodes)):
         raise fuseboard.LoweringError(reason)
+    for node in plain.graph.nodes:  # torch's exporter takes such a number to be float32
+        if isinstance(node.meta.get("val"), torch.SymFloat):
+            node.meta["val"] = torch.zeros((), dtype=torch.float64, device="cpu")
     if not plain.graph.output_node().args[0]:
         return Model(b"", tuple(inputs), tuple(outputs), sizes)  # nothing is computed
     try:

@@ -26,7 +26,6 @@ aten: Any = torch.ops.aten
 _PARTS = (
     *overloads(aten, "scatter.value select_scatter slice_scatter sym_size.int"),
     *overloads(torch.ops.prims, "broadcast_in_dim div squeeze sum var"),
-    *(operator.add, operator.sub, operator.mul, operator.floordiv),
 )
 #: Parts that are right within these ops although they are declined by themselves: NaN, which the
 #: maximum ignores, comes back through the exponentials of all elements.

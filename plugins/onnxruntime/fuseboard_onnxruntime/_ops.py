@@ -67,9 +67,10 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     (
         "view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims expand permute t "
         "transpose.int select.int slice.Tensor alias detach clone lift_fresh_copy "
-        "split_with_sizes repeat roll stack _to_copy",
+        "split_with_sizes repeat stack _to_copy",
         None,
     ),
+    ("roll", when.known_shifts),
     ("flip", when.has_dimensions),
     ("cat", when.something),
     ("split.Tensor", when.known_parts),

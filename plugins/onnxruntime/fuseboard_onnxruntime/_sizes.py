@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,13 @@ _FUNCTIONS = {
     "PythonMod": lambda a, b: a % b,
     "Max": max,
     "Min": min,
+    "PowByNatural": pow,
+    "ToFloat": float,
+    "IntTrueDiv": lambda a, b: a / b,
+    "FloatTrueDiv": lambda a, b: a / b,
+    "TruncToInt": math.trunc,
+    "FloorToInt": math.floor,
+    "CeilToInt": math.ceil,
 }
 
 

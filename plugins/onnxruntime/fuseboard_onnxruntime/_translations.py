@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fuseboard_onnxruntime._size_arithmetic import size_arithmetic
+
 aten: Any = torch.ops.aten
 
 
@@ -147,6 +149,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
         return op.Size(self)
 
     return {
+        **size_arithmetic(op),
         aten.sym_numel.default: sym_numel,
         aten.split.Tensor: split,
         aten.split_with_sizes.default: split_with_sizes,
