@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fuseboard.contracts import (
         BackendInfo,
         Claim,
+        Composite,
         Decline,
         Event,
         Fusion,
@@ -49,6 +50,11 @@ if TYPE_CHECKING:
     )
     from fuseboard.explanations.explanation import Explanation, explain, last_report
     from fuseboard.forks import fork_safe_lock
+    from fuseboard.fuse.composites.finding import (
+        claim_composites,
+        find_composites,
+        replace_composite,
+    )
     from fuseboard.fuse.patterns.claims import claim_patterns
     from fuseboard.fuse.patterns.pattern import Pattern, PatternMatch
     from fuseboard.fuse.patterns.rewriting import Patterns
@@ -77,6 +83,7 @@ _HOMES = {
     "fuseboard.contracts": (
         "BackendInfo",
         "Claim",
+        "Composite",
         "Decline",
         "Event",
         "Fusion",
@@ -116,6 +123,11 @@ _HOMES = {
     "fuseboard.run.weights": ("refresh",),
     "fuseboard.partition.claims": ("claim_nodes",),
     "fuseboard.partition.marks": ("memory_budget", "prefer"),
+    "fuseboard.fuse.composites.finding": (
+        "claim_composites",
+        "find_composites",
+        "replace_composite",
+    ),
     "fuseboard.fuse.patterns.claims": ("claim_patterns",),
     "fuseboard.fuse.patterns.pattern": ("Pattern", "PatternMatch"),
     "fuseboard.fuse.patterns.rewriting": ("Patterns",),
@@ -141,6 +153,7 @@ __all__ = [
     "Claim",
     "CompileProfile",
     "CompileProfiler",
+    "Composite",
     "ContractError",
     "CostsError",
     "Decline",
@@ -181,10 +194,12 @@ __all__ = [
     "TuningRecords",
     "Verdict",
     "WrongValues",
+    "claim_composites",
     "claim_nodes",
     "claim_patterns",
     "decompose",
     "explain",
+    "find_composites",
     "fork_safe_lock",
     "hookimpl",
     "last_report",
@@ -198,6 +213,7 @@ __all__ = [
     "real_tensors",
     "refresh",
     "register",
+    "replace_composite",
     "settings",
     "settled",
     "unregister",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 GraphKind = Literal["joint", "forward", "backward", "inference"]
 EventName = Literal["fuse", "plan", "lower", "choose", "graph"]
@@ -98,6 +98,27 @@ class Decline:
 
     node: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Nodes of a graph that together compute something with a name, such as a layer norm.
+
+    It is a view: the graph stays as it is. What the names stand for, and their arguments and
+    results, ``docs/plugins.md`` lists.
+
+    :ivar form: how it is written: the op, or the pattern, that was found.
+    :ivar nodes: the calls that make it up, in the graph's order. Nothing else reads what they
+        compute, the results aside.
+    :ivar arguments: name → node, number or text; None where this one has no such argument.
+    :ivar results: name → node: those that something else reads.
+    """
+
+    name: str
+    form: str
+    nodes: tuple[Node, ...]
+    arguments: Mapping[str, Any]
+    results: Mapping[str, Node]
 
 
 @dataclass(frozen=True)

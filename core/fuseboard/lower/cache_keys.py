@@ -65,6 +65,7 @@ def region_key(
         "weights": " ".join(baked),
         "fingerprint": info.fingerprint,
         "code": code_hash(home) if home else "",
+        "composites": code_hash(Path(__file__).parents[1] / "fuse"),
         "options": plugin_options_text(region.options),
         **_parts(region.graph, region.backend, region.kind, region.static_inputs),
     }

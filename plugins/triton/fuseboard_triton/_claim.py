@@ -27,7 +27,7 @@ def claim(graph: GraphModule, options: Options | None) -> list[fuseboard.Claim |
     that is left.
     """
     found = matches(graph) if options is None or options.written_kernels else []
-    written = {node for match in found for node in match.nodes}
+    written = {node for match in found for node in match.found.nodes}
 
     def is_native(node: Node) -> bool:
         return node in written or is_computed(node)
@@ -36,7 +36,8 @@ def claim(graph: GraphModule, options: Options | None) -> list[fuseboard.Claim |
     if not any(isinstance(answer, fuseboard.Claim) and answer.native for answer in carried):
         return fuseboard.claim_nodes(graph, why_not)
     own = fuseboard.claim_nodes(graph, why_not, native=is_native)
-    names = [frozenset(node.name for node in match.nodes) for match in found if match.only]
+    wholes = [match.found.nodes for match in found if match.only]
+    names = [frozenset(node.name for node in nodes) for nodes in wholes]
     whole = [fuseboard.Claim(nodes=n, native=n, together=True) for n in names]
     return [*whole, *(a for a in own if isinstance(a, fuseboard.Claim)), *carried]
 

@@ -54,8 +54,8 @@ def loss(x, y, w):
 CASES: dict[Callable[..., Any], tuple[set[str], set[str]]] = {
     rms: ({"add+rms_norm"}, set()),
     layer: ({"add+layer_norm"}, {"layer_norm_backward"}),
-    swiglu: ({"gated silu"}, {"gated silu backward"}),
-    geglu: ({"gated gelu_tanh"}, {"gated gelu_tanh backward"}),
+    swiglu: ({"swiglu"}, {"swiglu_backward"}),
+    geglu: ({"geglu"}, {"geglu_backward"}),
     softmax: ({"softmax"}, {"softmax_backward"}),
     rotate: ({"rotary"}, {"rotary_backward"}),
     loss: ({"cross_entropy"}, {"cross_entropy_backward"}),

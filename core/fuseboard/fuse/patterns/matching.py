@@ -35,7 +35,7 @@ Binding = dict[Node, Any]
 _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 
 #: Ops whose dimension is one of their result.
-_NEW_DIMENSION = frozenset({aten.unsqueeze.default})
+_NEW_DIMENSION = frozenset({aten.unsqueeze.default, aten.stack.default})
 
 #: How many nodes are compared from one place, over all orders of operands.
 _MOST_STEPS = 20_000
@@ -159,7 +159,7 @@ class Matcher:
     def _call_problem(self, wanted: Node, found: Any) -> str:
         """Why something isn't the call that is wanted, its operands aside; "" where it is."""
         if _is_size(wanted):
-            same = _same_number(wanted.meta["val"], _number(found))
+            same = same_number(wanted.meta["val"], _number(found))
             return "" if same else f"{found} is another size"
         if not isinstance(found, Node):
             return f"{found!r} stands there"
@@ -238,6 +238,8 @@ def _operands(wanted: Node, found: Node) -> Iterator[list[_Goal]]:
 def _dimensions(name: str, values: tuple[Any, Any], found: Node) -> tuple[Any, Any]:
     """Two arguments of one name, dimensions of the first operand counted from the front."""
     first = found.args[0] if found.args else None
+    if isinstance(first, list | tuple) and first:
+        first = first[0]
     rank = getattr(first.meta.get("val"), "ndim", 0) if isinstance(first, Node) else 0
     if name not in ("dim", "dims", "dim0", "dim1") or not rank or found.target in _NEW_DIMENSION:
         return values
@@ -305,7 +307,7 @@ def _is_dead_item(node: Node) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Node) or isinstance(other, Node):
-        return one is other or _same_number(_number(one), _number(other))
+        return one is other or same_number(_number(one), _number(other))
     return _same_literal(one, other)
 
 
@@ -326,7 +328,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _same_number(one: Any, other: Any) -> bool:
+def same_number(one: Any, other: Any) -> bool:
     """Without a guard on symbolic ones. 1 isn't 1.0, and -0.0 isn't 0.0."""
     if not (_is_number(one) and _is_number(other)):
         return False
@@ -349,7 +351,7 @@ def _same_literal(wanted: Any, found: Any) -> bool:
         return same and all(map(_same_literal, wanted, found))
     wanted, found = _number(wanted), _number(found)
     if _is_number(wanted):
-        return _same_number(wanted, found)
+        return same_number(wanted, found)
     return type(wanted) is type(found) and bool(wanted == found)
 
 
@@ -365,10 +367,10 @@ def form_difference(wanted: torch.Tensor, found: torch.Tensor) -> str:
     if wanted.device != found.device:
         return f"is on {found.device}, {wanted.device} was wanted"
     pairs = list(zip(wanted.shape, found.shape, strict=False))
-    if wanted.dim() != found.dim() or not all(_same_number(*pair) for pair in pairs):
+    if wanted.dim() != found.dim() or not all(same_number(*pair) for pair in pairs):
         return f"has sizes {list(found.shape)}, {list(wanted.shape)} were wanted"
     steps = zip(wanted.stride(), found.stride(), wanted.shape, strict=True)
     # That of a dimension of one element is never used.
-    if not all(_same_number(m, n) or _same_number(size, 1) for m, n, size in steps):
+    if not all(same_number(m, n) or same_number(size, 1) for m, n, size in steps):
         return f"has strides {list(found.stride())}, {list(wanted.stride())} were wanted"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,17 @@ class Patterns(CheckedWhenRegistered):
         ]
 
     def find(
-        self, graph: GraphModule, kind: GraphKind, decompositions: Table | None = None
+        self,
+        graph: GraphModule,
+        kind: GraphKind,
+        decompositions: Table | None = None,
+        names: Collection[str] | None = None,
     ) -> list[PatternMatch]:
-        """Each place where a pattern occurs; none overlaps another. Arguments as of fusions."""
-        return [one.match for _, one in self._search(graph, kind, decompositions)]
+        """Each place where a pattern occurs; none overlaps another. Arguments as of fusions.
+
+        :param names: of the patterns that are looked for; None for all.
+        """
+        return [one.match for _, one in self._search(graph, kind, decompositions, names)]
 
     def nearest(
         self, name: str, graph: GraphModule, kind: GraphKind, decompositions: Table | None = None
@@ -106,10 +113,16 @@ class Patterns(CheckedWhenRegistered):
         return misses.nearest
 
     def _search(
-        self, graph: GraphModule, kind: GraphKind, decompositions: Table | None
+        self,
+        graph: GraphModule,
+        kind: GraphKind,
+        decompositions: Table | None,
+        names: Collection[str] | None = None,
     ) -> Iterator[tuple[Pattern, Found]]:
         search = Search(graph, kind, _table(graph, decompositions))
         for pattern in self.patterns:
+            if names is not None and pattern.name not in names:
+                continue
             self._load(pattern)
             misses, count = Misses(), 0
             for found in search.find(pattern, misses):
