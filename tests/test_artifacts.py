@@ -25,6 +25,7 @@ PARTS = {
     "sizes": "",
     "fingerprint": "1",
     "code": "c",
+    "composites": "c",
     "options": "",
     "torch": "2",
     "fuseboard": "0",

@@ -150,7 +150,7 @@ def test_a_miss_names_the_part_that_differs(directory, change, part):
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [("processor", "processor"), ("code_hash", "code")],
+    [("processor", "processor"), ("code_hash", "code, composites")],
 )
 def test_another_machine_or_code_is_a_miss(directory, name, part, monkeypatch):
     """The processor's abilities and the plugin's own files are parts of the key."""
