@@ -176,6 +176,24 @@ def test_what_won_the_trial_needs_none_in_a_later_process(monkeypatch):
     assert report.settled
 
 
+def test_a_trial_that_no_calls_decide_isnt_held_again(monkeypatch):
+    """Later processes take over that what won in the workshop stays, as long as it is kept."""
+    monkeypatch.setattr("fuseboard.workshop.trial.MOST_CALLS", 2)
+    model, x = mlp(), torch.randn(8, 64)
+    notes = []
+    with torch.no_grad():
+        for _ in range(2):
+            torch._dynamo.reset()
+            run = pinned(model)
+            run(x)
+            assert fuseboard.wait(120)
+            torch.testing.assert_close(run(x), model(x))
+            notes += [note for note in loaded()[-1].notes if note.startswith("undecided")]
+            monkeypatch.setattr(Chosen, "in_turn_with", lambda *a: pytest.fail("there is a trial"))
+    assert "in 2 calls" in notes[0]
+    assert "in an earlier process's calls" in notes[1]
+
+
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.thorough
 def test_a_program_that_is_kept_but_whose_code_is_gone_is_tried_anew(tmp_path):

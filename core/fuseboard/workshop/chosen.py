@@ -12,7 +12,7 @@ from fuseboard.report.data import GraphReport
 from fuseboard.report.structured_trace import emit
 from fuseboard.workshop.by_sizes import BySizes
 from fuseboard.workshop.loading import ComputesOtherwise
-from fuseboard.workshop.request import Answer
+from fuseboard.workshop.request import Answer, TrialOutcome
 from fuseboard.workshop.trial import Trial
 
 Run = Callable[..., Any]
@@ -57,28 +57,25 @@ class Chosen:
             self.by_sizes.put(self.compiled.run)
 
     @property
-    def trial_us(self) -> tuple[float, float] | None:
-        """What calls took in the trial, by Dynamo's graph and by this; None without pairs."""
-        if self._trial is None or not self._trial.calls:
-            return None
-        return self._trial.latencies_us
+    def trial(self) -> TrialOutcome:
+        """How the trial ended that this has won."""
+        assert self._trial is not None
+        return TrialOutcome(None if self._trial.is_undecided else self._trial.latencies_us)
 
     def tell_winner(self, winner: int) -> None:
         """Note in the reports how the trial ended."""
         assert self._trial is not None
-        eager_us, compiled_us = self._trial.latencies_us
-        report = self.reports[0]
-        report.notes.append(_in_calls(f"in {self._trial.calls} calls", eager_us, compiled_us))
+        report, calls = self.reports[0], self._trial.calls
+        report.notes.append(_told(f"in {calls} calls", self.trial))
         if winner == 0:
-            us = {COMPILED: compiled_us, EAGER: eager_us}
+            own_us, compiled_us = self._trial.latencies_us
+            us = {COMPILED: compiled_us, EAGER: own_us}
             note_dynamo_runs("inference", us, self.compiled.runners)
         emit(report)
 
-    def tell_earlier_trial(self, own_us: float, compiled_us: float) -> None:
+    def tell_earlier_trial(self, trial: TrialOutcome) -> None:
         """Note that it won in an earlier process, so that there is no trial here."""
-        self.reports[0].notes.append(
-            _in_calls("in an earlier process's calls", own_us, compiled_us)
-        )
+        self.reports[0].notes.append(_told("in an earlier process's calls", trial))
         emit(self.reports[0])
 
     # --- where it fails -------------------------------------------------------------------------
@@ -109,7 +106,13 @@ class Chosen:
         return Answer(dynamo_wins=True, reports=reports)
 
 
-def _in_calls(whose: str, own_us: float, compiled_us: float) -> str:
+def _told(whose: str, trial: TrialOutcome) -> str:
+    if trial.times_us is None:
+        return (
+            f"undecided {whose} of the user's, of which too few had the same sizes: what was "
+            "faster in the workshop stays"
+        )
+    own_us, compiled_us = trial.times_us
     return (
         f"{whose} of the user's: {compiled_us:.4g} us as compiled, "
         f"{own_us:.4g} us as Dynamo's own graph"

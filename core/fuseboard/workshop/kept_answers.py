@@ -12,10 +12,11 @@ from fuseboard.forks import fork_safe_lock
 from fuseboard.lower.artifacts import Key, Store, store_at
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
+from fuseboard.profile.costs.database import Decision
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_call import KeptCall
-from fuseboard.workshop.request import Answer
+from fuseboard.workshop.request import Answer, TrialOutcome
 
 
 class KeptAnswers:
@@ -62,16 +63,14 @@ class KeptAnswers:
             return Answer(dynamo_wins=True, reports=reports if isinstance(reports, tuple) else ())
         if found is None:
             return None
-        times = {row.name: row.latency_us for row in decision.candidates}
-        own_us, compiled_us = times.get(EAGER), times.get(COMPILED)
-        trial_us = None if own_us is None or compiled_us is None else (own_us, compiled_us)
-        return Answer(program=found.data, trial_us=trial_us)
+        return Answer(program=found.data, trial=_trial(decision))
 
-    def keep_trial(self, own_us: float, compiled_us: float) -> None:
+    def keep_trial(self, trial: TrialOutcome) -> None:
         """Keep that the program won the trial, so that a later process needs none.
 
         Unless it has failed in a later call: then it is kept no more.
         """
+        own_us, compiled_us = trial.times_us or (None, None)
         rows = [
             CandidateReport(COMPILED, "chosen", latency_us=compiled_us),
             CandidateReport(EAGER, "slower", latency_us=own_us),
@@ -94,3 +93,12 @@ class KeptAnswers:
             winner = EAGER if answer.dynamo_wins else COMPILED
             self._stored.record(winner, [CandidateReport(winner, "chosen")], settled=True)
         return ""
+
+
+def _trial(decision: Decision) -> TrialOutcome | None:
+    """How the trial ended that a program has won; None where none has: only it is listed then."""
+    times = {row.name: row.latency_us for row in decision.candidates}
+    if EAGER not in times:
+        return None
+    own_us, compiled_us = times[EAGER], times.get(COMPILED)
+    return TrialOutcome(None if own_us is None or compiled_us is None else (own_us, compiled_us))

@@ -41,7 +41,7 @@ from fuseboard.workshop.kept_answers import KeptAnswers
 from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
 from fuseboard.workshop.reporting import LifeReport
-from fuseboard.workshop.request import Answer, Request
+from fuseboard.workshop.request import Answer, Request, TrialOutcome
 from fuseboard.workshop.sizes import SizeCondition
 from fuseboard.workshop.states import GraphState, StateMachine
 from fuseboard.workshop.watching import Watching
@@ -90,7 +90,7 @@ class Life:
         self._why_here = ""
         #: Whether an earlier process's answer will do, whether this one is, and its trial.
         self._may_look, self._is_recalled = True, False
-        self._trial_us: tuple[float, float] | None = None
+        self._trial: TrialOutcome | None = None
         #: Of the trial here: Dynamo's graph (0) or what was chosen.
         self._winner = 0
         training = self._kept.grads and any(
@@ -249,7 +249,7 @@ class Life:
         elif answer.program is None:
             self.fail(answer.problem or "it wasn't tried")
         elif self._machine.change(GraphState.LOADING):
-            self._program, self._trial_us = answer.program, answer.trial_us
+            self._program, self._trial = answer.program, answer.trial
             self._report.tell_state(self.state)
             return Next.LOAD
         return Next.NOTHING
@@ -377,9 +377,9 @@ class Life:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
             self._settle_on(chosen.run)
             self._report.settled(COMPILED)
-        elif self._trial_us is not None:
+        elif self._trial is not None:
             self._settle_on(chosen.run)
-            chosen.tell_earlier_trial(*self._trial_us)
+            chosen.tell_earlier_trial(self._trial)
             self._report.settled(COMPILED)
         else:
             answers = chosen.in_turn_with(self._own, self._margin, self._decide)
@@ -427,8 +427,7 @@ class Life:
         if self._winner == 0:
             self._keep_that_eager_runs()
         elif self._answers is not None and self._chosen is not None:
-            if (trial_us := self._chosen.trial_us) is not None:
-                self._answers.keep_trial(*trial_us)
+            self._answers.keep_trial(self._chosen.trial)
         return Next.NOTHING
 
     # --- in a call ------------------------------------------------------------------------------

@@ -40,6 +40,17 @@ class Request:
 
 
 @dataclass(frozen=True)
+class TrialOutcome:
+    """How the trial in the user's calls ended: what was chosen has won.
+
+    :ivar times_us: the medians of calls by Dynamo's graph and by what was chosen. None where too
+        few could be compared: then nothing was decided, and what won in the workshop stays.
+    """
+
+    times_us: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class Answer:
     """What became of it.
 
@@ -50,8 +61,8 @@ class Answer:
     :ivar again: the call raised, as it does in eager: another one may do.
     :ivar only_here: the problem is that of another process alone, such as one that doesn't find an
         op which the program defines.
-    :ivar trial_us: what calls of the user's took in an earlier process, where the program won the
-        trial: the medians of Dynamo's graph and of the program. None where there was none.
+    :ivar trial: how it ended in an earlier process, in which the program won it; None where none
+        has ended.
     """
 
     dynamo_wins: bool = False
@@ -60,4 +71,4 @@ class Answer:
     program: bytes | None = None
     again: bool = False
     only_here: bool = False
-    trial_us: tuple[float, float] | None = None
+    trial: TrialOutcome | None = None

@@ -82,6 +82,11 @@ class Trial:
         return 1e6 * median(first or [math.nan]), 1e6 * median(second or [math.nan])
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether there are too few pairs, so that what won before has won."""
+        return len(self._counted()) < LOOKS[0]
+
+    @property
     def calls(self) -> int:
         """How many were compared."""
         return 2 * len(self._counted())
@@ -135,7 +140,7 @@ class Trial:
 
     def _winner(self) -> int | None:
         pairs, is_end = self._counted(), self._calls >= MOST_CALLS
-        if is_end and len(pairs) < LOOKS[0]:
+        if is_end and self.is_undecided:
             return 1
         if not is_end and len(pairs) not in LOOKS:
             return None
