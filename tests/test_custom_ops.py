@@ -1,11 +1,13 @@
-"""Ops that modules define with ``torch.library.custom_op``; other processes import these."""
+"""Ops that modules or the program's script define; other processes import or run these."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import fx
 import fuseboard
 from fuseboard.lower.cache_keys import call_parts
 from fuseboard.report.data import ledger
-from fuseboard.torch_api.custom_ops import defining_modules
+from fuseboard.torch_api.custom_ops import defining_modules, main_file
 from tests.support.beside import loaded, mlp, pinned
 
 #: An op with a gradient; imported in this process it counts as no op of the program's.
@@ -63,6 +65,78 @@ def test_an_op_of_a_module_is_tried_beside_calls(scaled, training):
             assert fuseboard.wait(120)
     assert loaded()
     assert not any("within calls" in note for report in ledger.graphs() for note in report.notes)
+
+
+#: An op as ``torch.library.Library`` defines it, then a program that compiles a use of it.
+PROGRAM = """
+import torch
+import fuseboard
+
+library = torch.library.Library("fuseboard_library_ops", "DEF")
+library.define("scaled(Tensor x) -> Tensor")
+library.impl("scaled", lambda x: x * 3, "CPU")
+library.impl("scaled", torch.empty_like, "Meta")
+
+def twice(x):
+    return torch.ops.fuseboard_library_ops.scaled(x).relu() * 2
+
+if __name__ == "__main__":
+    run, x = torch.compile(twice, backend="fuseboard"), torch.randn(30, 30)
+    run(x)
+    assert fuseboard.wait(120)
+    torch.testing.assert_close(run(x), twice(x))
+    (report,) = fuseboard.last_report().graphs
+    print(report.decided, report.notes)
+"""
+
+
+@pytest.mark.thorough
+def test_an_op_of_the_program_s_script_is_tried_beside_calls(tmp_path, monkeypatch):
+    """The workshop runs the script, which begins under its own name alone."""
+    monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("FUSEBOARD_POLICY", "FUSEBOARD_SETTLE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ended = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "within calls" not in ended.stdout
+    assert "of the user's" in ended.stdout  # the trial's note
+
+
+def test_the_module_of_a_library_s_op_is_found(tmp_path, monkeypatch):
+    """The dispatcher knows the file that made the library."""
+    definitions = PROGRAM.partition("def twice")[0].replace("library_ops", "found_ops")
+    (tmp_path / "defines_found.py").write_text(definitions)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("defines_found")
+    graph = graph_with(torch.ops.fuseboard_found_ops.scaled.default)
+    assert defining_modules(graph) == ("defines_found",)
+    monkeypatch.setitem(sys.modules, "defines_found", module)
+    del sys.modules["defines_found"]
+    assert defining_modules(graph) == ()  # nobody could import it by that name
+
+
+@pytest.mark.parametrize(
+    ("code", "may_run"),
+    [
+        (PROGRAM, True),
+        ("import torch\nprint(1)\n", False),
+        ("if __name__ == '__mp_main__':\n    pass\n", False),
+        ("def unfinished(", False),
+    ],
+)
+def test_a_script_runs_elsewhere_if_it_begins_under_its_name_alone(
+    tmp_path, monkeypatch, code, may_run
+):
+    """As for ``multiprocessing``; others would begin there, too."""
+    file = tmp_path / "program.py"
+    file.write_text(code)
+    main = types.ModuleType("__main__")
+    main.__file__, main.__spec__ = str(file), None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert main_file() == (str(file) if may_run else None)
 
 
 @pytest.mark.usefixtures("as_users_run_it")

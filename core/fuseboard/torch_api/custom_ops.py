@@ -1,12 +1,17 @@
-"""Ops that Python code defines with ``torch.library.custom_op``, and where it does.
+"""Ops that Python code defines, and where it does: ``torch.library.custom_op`` and ``Library``.
 
-Read against torch 2.13: ``torch/_library/custom_ops.py`` (``OPDEFS``, ``CustomOpDef``). Where
-another torch keeps them elsewhere, no module is found.
+Read against torch 2.13: ``torch/_library/custom_ops.py`` (``OPDEFS``, ``CustomOpDef``) and
+``torch/library.py`` (``Library``, which gives the dispatcher the file that makes it). Where another
+torch keeps them elsewhere, no module is found.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,27 +21,73 @@ from torch.fx import GraphModule
 #: No other process would find these: each has its own, or they are torch's and there already.
 _NOT_IMPORTED = ("__main__", "__mp_main__", "torch")
 
+#: The module of the program's script, which other processes run under another name.
+MAIN = "__main__"
+
+#: Namespaces of ops that are there in every process.
+_TORCHS_OWN = frozenset({"aten", "prims", "prim", "higher_order", "fuseboard"})
+
+#: The files that a dump of the dispatcher names for an op and its kernels.
+_REGISTERED = re.compile(r"registered at (.+\.py):\d+")
+
 
 def defining_modules(graph: GraphModule) -> tuple[str, ...]:
     """The modules that another process has to import so that it has a graph's custom ops.
 
     Modules that are still being imported are left out: what compiles meanwhile may be their own
-    code, which would run again there.
+    code, which would run again there. :data:`MAIN` is among them where :func:`main_file` has one.
     """
-    try:
-        from torch._library.custom_ops import OPDEFS as definitions
-    except ImportError:
-        return ()
     found: set[str] = set()
-    for one in graph.modules():
-        if not isinstance(one, GraphModule):
-            continue
-        for node in one.graph.nodes:
-            definition = definitions.get(_qualified_name(node.target))
-            name = getattr(getattr(definition, "_init_fn", None), "__module__", None)
-            if isinstance(name, str) and _is_imported(name):
-                found.add(name)
+    for target in _custom_ops(graph):
+        found.update(name for name in _modules_of(target) if _is_imported(name))
     return tuple(sorted(found))
+
+
+def main_file() -> str | None:
+    """The program's script, if another process may run it to have its definitions; else None.
+
+    It may where the program begins below ``if __name__ == "__main__":``, as scripts do for
+    ``multiprocessing``, which runs them under another name in the same way.
+    """
+    main = sys.modules.get(MAIN)
+    file = getattr(main, "__file__", None)
+    if not isinstance(file, str) or getattr(main, "__spec__", None) is not None:
+        return None
+    try:
+        statements = ast.parse(Path(file).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    begins = (ast.unparse(one.test) for one in statements if isinstance(one, ast.If))
+    return file if "__name__ == '__main__'" in begins else None
+
+
+def _custom_ops(graph: GraphModule) -> Iterator[Any]:
+    for one in graph.modules():
+        if isinstance(one, GraphModule):
+            for node in one.graph.nodes:
+                name = _qualified_name(node.target)
+                if name and name.partition("::")[0] not in _TORCHS_OWN:
+                    yield node.target
+
+
+def _modules_of(target: Any) -> Iterator[str]:
+    """The modules that define an op or one of its kernels."""
+    name = _qualified_name(target)
+    try:
+        from torch._library.custom_ops import OPDEFS
+    except ImportError:
+        init = None
+    else:
+        init = getattr(OPDEFS.get(name), "_init_fn", None)
+    if init is not None:
+        yield init.__module__
+        return
+    overload = getattr(target, "_overloadname", "default")
+    dump = getattr(torch._C, "_dispatch_dump", lambda name: "")
+    files = set(_REGISTERED.findall(dump(name if overload == "default" else f"{name}.{overload}")))
+    for module, value in list(sys.modules.items()) if files else ():
+        if getattr(value, "__file__", None) in files:
+            yield module
 
 
 def _qualified_name(target: Any) -> str:
@@ -46,6 +97,8 @@ def _qualified_name(target: Any) -> str:
 
 
 def _is_imported(name: str) -> bool:
+    if name == MAIN:
+        return main_file() is not None
     if name.partition(".")[0] in _NOT_IMPORTED:
         return False
     module = sys.modules.get(name)

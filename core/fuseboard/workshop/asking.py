@@ -7,7 +7,7 @@ from pathlib import Path
 from fuseboard.errors import LoweringError
 from fuseboard.lower.isolation import module_paths
 from fuseboard.run.failure import describe
-from fuseboard.torch_api import dynamo_graphs
+from fuseboard.torch_api import custom_ops, dynamo_graphs
 from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_call import KeptCall
 from fuseboard.workshop.request import Answer, Request
@@ -37,6 +37,7 @@ def make_request(graph: DynamoGraph, call: KeptCall, directory: Path) -> Request
         settings=session.settings.model_copy(update={"settle": "first_call"}),
         modules=session.run_time_modules(),
         op_modules=graph.op_modules,
+        main_file=custom_ops.main_file() if custom_ops.MAIN in graph.op_modules else None,
         paths=module_paths(),
         frame=graph.frame,
         state=call.named_state(),

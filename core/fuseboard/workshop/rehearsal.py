@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from fuseboard.report.data import GraphReport, ledger
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.bundles import bundling
+from fuseboard.torch_api.custom_ops import MAIN
 from fuseboard.torch_api.dynamo_graphs import graph_from_bytes
 from fuseboard.torch_api.state import ANSWER_PARTS
 from fuseboard.workshop.carried import NotCarried, pack
@@ -36,7 +38,10 @@ def answer(request: Request, directory: Path) -> Answer:
     sys.path[:] = request.paths  # which the program may have added to since this process began
     for module in request.op_modules:  # whose code isn't to run in the call's surroundings
         try:
-            importlib.import_module(module)
+            if module == MAIN:
+                _run_main(request.main_file or "")
+            else:
+                importlib.import_module(module)
         except CONTAINED as error:
             why = f"another process can't import {module}, which defines an op: {describe(error)}"
             return Answer(problem=why, only_here=True)
@@ -57,6 +62,16 @@ def answer(request: Request, directory: Path) -> Answer:
             if apart.problem:
                 return Answer(problem=apart.problem)
             return _rehearse(apart, inputs, reports)
+
+
+#: What the program's script defines: ops go with the ``torch.library.Library`` that has them.
+_mains: dict[str, dict[str, Any]] = {}
+
+
+def _run_main(file: str) -> None:
+    """Have what the program's script defines, which begins only under its own name."""
+    if file not in _mains:
+        _mains[file] = runpy.run_path(file, run_name="__mp_main__")
 
 
 _registered: set[str] = set()

@@ -19,6 +19,7 @@ class Request:
     :ivar static: positions of the inputs that are parameters or buffers.
     :ivar modules: (module, name) of plugins that were registered at run time.
     :ivar op_modules: define ops that are in the graph.
+    :ivar main_file: the program's script, if it is among them.
     :ivar paths: where modules are looked for.
     :ivar frame: names the user's function in reports.
     :ivar state: name → value: what results depend on, as the call found it.
@@ -32,6 +33,7 @@ class Request:
     settings: Settings
     modules: tuple[tuple[str, str], ...]
     op_modules: tuple[str, ...]
+    main_file: str | None
     paths: list[str]
     frame: str
     state: dict[str, Any]
