@@ -28,6 +28,8 @@ from fuseboard.workshop.life import Life
 why_not_installed()  # Dynamo traces before it calls the backend
 
 Run = Callable[..., Any]
+#: Makes what answers the calls of a graph, from its first inputs.
+Compiler = Callable[[Session, GraphModule, Sequence[Any]], Run]
 
 
 def fuseboard(
@@ -49,12 +51,7 @@ def fuseboard(
     :param options: settings, above every other source; ``{"mode": ...}`` is accepted.
     :raises SettingsError: a setting is wrong; nothing has been compiled.
     """
-    with StateGuard(), eager_view_strides():
-        session = _session(mode, options)
-        _refuse_untraced(session, graph)
-        fix_negative_bases(graph)
-        run = _in_its_inference_mode(_begin, session, graph, example_inputs)
-    return _under_its_modes(run)
+    return _answered(_begin, graph, example_inputs, mode, options)
 
 
 def compile_now(
@@ -65,19 +62,25 @@ def compile_now(
     options: Mapping[str, Any] | None = None,
 ) -> Run:
     """Like :func:`fuseboard`, for callers that wait: candidates are compared within calls."""
+    return _answered(_compile, graph, example_inputs, mode, options)
+
+
+def _answered(
+    compiler: Compiler,
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Run:
+    """What answers the calls of a graph, in the modes that it assumes."""
     with StateGuard(), eager_view_strides():
-        session = _session(mode, options)
+        session = board.session(resolve(options, mode))
+        if problem := why_not_installed():
+            session.notes.append(problem)
         _refuse_untraced(session, graph)
         fix_negative_bases(graph)
-        run = _in_its_inference_mode(_compile, session, graph, example_inputs)
+        run = _in_its_inference_mode(compiler, session, graph, inputs)
     return _under_its_modes(run)
-
-
-def _session(mode: str | None, options: Mapping[str, Any] | None) -> Session:
-    session = board.session(resolve(options, mode))
-    if problem := why_not_installed():
-        session.notes.append(problem)
-    return session
 
 
 def _refuse_untraced(session: Session, graph: GraphModule) -> None:
@@ -115,16 +118,13 @@ def _compile(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run
 
 
 def _in_its_inference_mode(
-    answer: Callable[[Session, GraphModule, Sequence[Any]], Run],
-    session: Session,
-    graph: GraphModule,
-    inputs: Sequence[Any],
+    compiler: Compiler, session: Session, graph: GraphModule, inputs: Sequence[Any]
 ) -> Run:
     """Compile and call in inference mode what the user's code computes in one, all of it."""
     if torch.is_inference_mode_enabled() or not take_out_inference_mode(graph):
-        return answer(session, graph, inputs)
+        return compiler(session, graph, inputs)
     with torch.inference_mode():
-        inner = answer(session, graph, inputs)
+        inner = compiler(session, graph, inputs)
 
     def run(*args: Any) -> Any:
         with torch.inference_mode():

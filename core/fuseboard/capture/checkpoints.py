@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from fuseboard.capture.autograd_functions import with_eager_functions
+from fuseboard.torch_api.nodes import graphs_in
 
 #: What Dynamo puts in the place of a call of ``checkpoint``; its first argument is the body.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -23,8 +24,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 def with_eager_checkpoints(graph: GraphModule) -> GraphModule:
     """The graph, or a copy that calls torch's checkpoints in the place of the op."""
-    graphs = (one for one in graph.modules() if isinstance(one, GraphModule))
-    if not any(n.target is CHECKPOINT for one in graphs for n in one.graph.nodes):
+    if not any(n.target is CHECKPOINT for one in graphs_in(graph) for n in one.graph.nodes):
         return graph
     own = GraphModule(graph, copy.deepcopy(graph.graph))
     for name, inner in list(own.named_children()):

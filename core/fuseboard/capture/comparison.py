@@ -19,7 +19,7 @@ from fuseboard.capture.original import forward_of
 from fuseboard.capture.side_runs import ITS_OWN, CannotCompare, Copies, results_of
 from fuseboard.contracts import Boxed
 from fuseboard.errors import CONTAINED
-from fuseboard.ops.draws import draws
+from fuseboard.ops.draws import may_draw
 from fuseboard.ops.effects import has_effects
 from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
 from fuseboard.profile.judge.rewrites import why_no_room
@@ -30,6 +30,7 @@ from fuseboard.run.captured_graph import CapturedGraph, all_running
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.nodes import graphs_in
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
 
 Run = Callable[..., Any]
@@ -139,7 +140,7 @@ class CaptureCheck:
     def _as_they_run(self, inputs: Copies) -> tuple[dict[str, Any], dict[str, Any] | BaseException]:
         """The results of Dynamo's graph, and those of what runs the calls."""
         nodes = [node for captured in self._captured_graphs for node in captured.graph.graph.nodes]
-        if any(map(_may_draw, nodes)):
+        if any(map(may_draw, nodes)):
             raise CannotCompare("it may draw random numbers, as the user's threads do meanwhile")
         self._must_be_comparable()
         self._must_have_room(inputs)
@@ -235,8 +236,7 @@ class CaptureCheck:
 
     def _nodes(self) -> Iterator[tuple[GraphModule, Node]]:
         """Those of Dynamo's graph and of the graphs inside of it, with the graph."""
-        graphs = (one for one in self._graph.modules() if isinstance(one, GraphModule))
-        return ((one, node) for one in graphs for node in one.graph.nodes)
+        return ((one, node) for one in graphs_in(self._graph) for node in one.graph.nodes)
 
     def _must_be_repeatable(self) -> None:
         for graph in (captured.graph for captured in self._captured_graphs):
@@ -255,11 +255,6 @@ class CaptureCheck:
         graphs = [captured.graph for captured in self._captured_graphs]
         if why := why_no_room("running both", graphs, inputs.copied_bytes, runs=2):
             raise CannotCompare(why)
-
-
-def _may_draw(node: Node) -> bool:
-    """Whether a node draws random numbers, itself or in a graph that it calls."""
-    return draws(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _is_plain(node: Node) -> bool:

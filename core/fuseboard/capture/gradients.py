@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from fuseboard.capture.original import forward_of
-from fuseboard.ops.draws import draws
+from fuseboard.ops.draws import may_draw
 from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.torch_api import aot_functions
 from fuseboard.torch_api import modes as torch_modes
@@ -65,10 +65,9 @@ class Gradients:
         self._note = note
         self._modes = read_state(_MODES)
         nodes = [node for one in (forward, backward) for node in one.graph.graph.nodes]
-        may_draw = [n for n in nodes if draws(n) or _is_higher_order(n.target)]
-        self._draws = bool(may_draw)
+        self._draws = any(map(may_draw, nodes))
         self.why_not = ""
-        if may_draw and fast_random:
+        if self._draws and fast_random:
             self.why_not = "it draws random numbers that nobody can draw again"
         #: For each gradient the results that it depends on; None: not known yet, or not at all.
         self._sources: list[frozenset[int]] | None = None
@@ -332,7 +331,3 @@ def _version(value: Any) -> int:
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _is_higher_order(target: Any) -> bool:
-    return isinstance(target, torch._ops.HigherOrderOperator)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.capture.autograd_functions import with_eager_functions
 from fuseboard.capture.checkpoints import with_eager_checkpoints
 from fuseboard.contracts import Boxed
+from fuseboard.torch_api.nodes import graphs_in
 from fuseboard.torch_api.state import AUTOGRAD_PARTS, StateGuard
 
 #: Modules whose functions compute, and neither read nor change anything but tensors.
@@ -43,9 +44,7 @@ def fix_negative_bases(graph: torch.nn.Module) -> None:
     which is ``-(2 ** x)``. So it is for each base that prints with a minus: ``-0.0``, ``-inf``,
     ``-2j``. A base that a node of its own makes can't be misread.
     """
-    for module in graph.modules():
-        if not isinstance(module, GraphModule):
-            continue
+    for module in graphs_in(graph):
         powers = module.graph.find_nodes(op="call_function", target=operator.pow)
         misread = [n for n in powers if repr(n.args[0]).startswith("-")]
         for node in misread:
@@ -92,8 +91,7 @@ def only_computes(graph: GraphModule) -> bool:
     Code of ``torch.func`` isn't: without gradients it computes zeros. Neither are the user's ops.
     What isn't known counts as depending on it.
     """
-    graphs = [one for one in graph.modules() if isinstance(one, GraphModule)]
-    return all(_computes(node) for one in graphs for node in one.graph.nodes)
+    return all(_computes(node) for one in graphs_in(graph) for node in one.graph.nodes)
 
 
 def _computes(node: Node) -> bool:

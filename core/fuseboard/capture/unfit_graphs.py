@@ -24,6 +24,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from fuseboard.torch_api.nodes import graphs_in
+
 _ENTER, _EXIT = "_enter_inference_mode", "_exit_inference_mode"
 
 #: Types that a mode of AOTAutograd's knows.
@@ -42,7 +44,7 @@ def why_not_supported(graph: GraphModule, inputs: Sequence[Any]) -> str:
         if why := _why_of_another_kind(value):
             return why
     # Fake tensors aren't quantised (torch 2.13), so that no node's value tells: its arguments do.
-    for one in (one for one in graph.modules() if isinstance(one, GraphModule)):
+    for one in graphs_in(graph):
         for node in one.graph.nodes:
             if any(arg in _QUANTIZED for arg in _dtypes((node.args, node.kwargs))):
                 return "it quantises tensors"
@@ -76,8 +78,7 @@ def why_unfit(graph: GraphModule, inputs: Sequence[Any]) -> str:
     if may_save_inference_tensors(inputs):
         return "an input was made in inference mode, and can't be saved for a backward"
     inside = torch.is_inference_mode_enabled()
-    graphs = [one for one in graph.modules() if isinstance(one, GraphModule)]
-    for node in (node for one in graphs for node in one.graph.nodes):
+    for node in (node for one in graphs_in(graph) for node in one.graph.nodes):
         if _name(node) == _ENTER and node.args != (inside,):
             return "a part of it is in another inference mode than the rest"
         if node.op == "call_method" and node.target == "as_subclass":

@@ -16,13 +16,14 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.capture.checkpoints import CHECKPOINT
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.nodes import graphs_in
 
 
 def why_untraced(graph: GraphModule) -> str:
     """Why a graph of Dynamo's isn't what eager computes; "" if it is."""
     modes = torch_modes.function_modes()
     bodies = list(_checkpoint_bodies(graph)) if modes else []
-    nodes = [node for body in bodies for one in _graphs(body) for node in one.graph.nodes]
+    nodes = [node for body in bodies for one in graphs_in(body) for node in one.graph.nodes]
     names = sorted({type(m).__name__ for m in modes if any(_may_change(m, n) for n in nodes)})
     if not names:
         return ""
@@ -41,12 +42,8 @@ def _may_change(mode: object, node: Node) -> bool:
 
 
 def _checkpoint_bodies(graph: GraphModule) -> Iterator[GraphModule]:
-    for one in _graphs(graph):
+    for one in graphs_in(graph):
         for node in one.graph.find_nodes(op="call_function", target=CHECKPOINT):
             body = node.args[0]
             assert isinstance(body, Node)
             yield getattr(one, str(body.target))
-
-
-def _graphs(graph: GraphModule) -> list[GraphModule]:
-    return [one for one in graph.modules() if isinstance(one, GraphModule)]

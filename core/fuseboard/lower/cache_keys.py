@@ -29,6 +29,7 @@ from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import symbols as torch_symbols
 from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.custom_ops import defining_modules
+from fuseboard.torch_api.nodes import graphs_in
 from fuseboard.torch_api.switches import read_switches
 
 
@@ -52,8 +53,7 @@ def region_key(
     :param facts: what was known of its sizes when it was lowered; None: what is known now.
     :raises NotCacheable: something in the region has no name outside of this process.
     """
-    for what in _nameless(region.graph):
-        raise NotCacheable(f"{what} means nothing to another process")
+    _must_have_names(region.graph)
     if baked is None:
         raise NotCacheable(
             f"{region.backend} builds in the values of weights, which aren't known in this graph"
@@ -80,8 +80,7 @@ def graph_parts(graph: GraphModule, kind: GraphKind, static: Sequence[int]) -> d
     :param static: positions of its inputs that are weights.
     :raises NotCacheable: something in the graph has no name outside of this process.
     """
-    for what in _nameless(graph):
-        raise NotCacheable(f"{what} means nothing to another process")
+    _must_have_names(graph)
     return {**_parts(graph, "", kind, tuple(static)), "code": code_hash(Path(__file__).parents[1])}
 
 
@@ -97,9 +96,8 @@ def call_parts(
     :param sizes: what Dynamo knows of sizes that change from call to call.
     :raises NotCacheable: something in the graph has no name outside of this process.
     """
-    for what in _nameless(graph):
-        raise NotCacheable(f"{what} means nothing to another process")
-    graphs = [one for one in graph.modules() if isinstance(one, GraphModule)]
+    _must_have_names(graph)
+    graphs = graphs_in(graph)
     held = [
         content_hash(value) if isinstance(value, torch.Tensor) else repr(value)
         for one in graphs
@@ -181,6 +179,11 @@ def size_facts(graph: GraphModule) -> str:
 
 
 # --- the region -----------------------------------------------------------------------------------
+
+
+def _must_have_names(graph: GraphModule) -> None:
+    for what in _nameless(graph):
+        raise NotCacheable(f"{what} means nothing to another process")
 
 
 def _nameless(graph: GraphModule) -> Iterator[str]:

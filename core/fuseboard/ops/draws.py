@@ -29,6 +29,11 @@ def call_draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return not any(values.get(name) == off for name, off in _SWITCHES.items() if name in values)
 
 
+def may_draw(node: Node) -> bool:
+    """Whether a node draws random numbers, itself or in a graph that it calls."""
+    return draws(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
 def hides_draws(node: Node, owner: torch.nn.Module) -> bool:
     """Whether a higher-order op's own graphs draw random numbers."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):

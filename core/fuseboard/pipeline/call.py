@@ -101,22 +101,25 @@ def compile_graph(
     :param rewrite: let plugins rewrite Dynamo's graph before it is captured.
     """
     call = GraphCall(session, graph, frame)
-    if why := unfit_graphs.why_not_supported(graph, example_inputs):
-        call.pipeline.leave_as_it_is(why)
+
+    def as_dynamo_has_it() -> Compiled:
         return Compiled(forward_of(graph), call, is_dynamo_graph=True)
-    if why := unfit_graphs.why_unfit(graph, example_inputs):
-        call.pipeline.contain_refused_graph(LoweringError(why))
-        return Compiled(forward_of(graph), call, is_dynamo_graph=True)
-    around = bundled or (lambda compiler: compiler)
-    if bundled is not None:
-        call.pipeline.records = []
 
     def without_rewrites(problem: str) -> Compiled:
         call.pipeline.contain_rewritten_graph(problem)
         return compile_graph(session, graph, inputs, example_inputs, frame, bundled, rewrite=False)
 
+    if why := unfit_graphs.why_not_supported(graph, example_inputs):
+        call.pipeline.leave_as_it_is(why)
+        return as_dynamo_has_it()
+    if why := unfit_graphs.why_unfit(graph, example_inputs):
+        call.pipeline.contain_refused_graph(LoweringError(why))
+        return as_dynamo_has_it()
+    around = bundled or (lambda compiler: compiler)
+    if bundled is not None:
+        call.pipeline.records = []
     with torch_internals.capturing(), call.with_example_inputs(example_inputs):
-        captured = call.pipeline.rewrite_dynamos(graph) if rewrite else graph
+        captured = call.pipeline.rewrite_dynamo_graph(graph) if rewrite else graph
         table = call.decompositions(example_inputs)
         call.pipeline.rewriter.decompositions = table
         aot = torch_internals.aot_autograd(
@@ -135,17 +138,17 @@ def compile_graph(
             if captured is not graph:
                 return without_rewrites(describe(error))
             call.pipeline.contain_refused_graph(error)
-            return Compiled(forward_of(graph), call, is_dynamo_graph=True)
+            return as_dynamo_has_it()
     call.complete_gradients(functions)
     if problem := call.capture_problem(compiled, example_inputs):
         if captured is not graph:
             return without_rewrites(problem)
         call.pipeline.contain_other_graph(problem)
-        return Compiled(forward_of(graph), call, is_dynamo_graph=True)
-    step = call.choose_whole_calls(compiled)
-    if step is None:
-        return Compiled(forward_of(graph), call, is_dynamo_graph=True)
-    run = call.watch_autocast(step)
+        return as_dynamo_has_it()
+    chosen = call.choose_whole_calls(compiled)
+    if chosen is None:
+        return as_dynamo_has_it()
+    run = call.watch_autocast(chosen)
     return Compiled(call.unless_unfit(run, example_inputs), call, captured=compiled)
 
 

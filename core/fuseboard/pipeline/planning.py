@@ -131,25 +131,20 @@ class Planner:
             why_not = "a job of several ranks; ranks = 'agree' lets rank 0 measure for all of them"
         if settings.policy == "measured" and why_not:
             staged.report.notes.append(f"planned by priority, not by measurement: {why_not}")
-        elif settings.policy == "measured":
-            guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
-            who, plan = self._plan(staged, [*guessed, eager], settings.repeats)
-            if who != "defaults":
-                return [plan]  # a planner that the user installed decides by itself
-            plans = [] if session.eager_is_fallback_only and others else [self._eager_plan(staged)]
-            beside = defers(session, staged.graph)
-            for info in others:
-                repeats = settings.repeats
-                if repeats == "auto" and beside and not info.compiles_quickly:
-                    repeats = "never"  # the whole graph runs at least as fast, and nobody waits
-                plans.append(self._plan(staged, [info, eager], repeats)[1])
-            plans.append(plan)
-            return _unlike(plans)
         guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
-        return [self._plan(staged, [*guessed, eager], settings.repeats)[1]]
-
-    def _eager_plan(self, staged: StagedGraph) -> Plan:
-        return self._plan(staged, [self.session.backends[-1]], "never")[1]
+        who, plan = self._plan(staged, [*guessed, eager], settings.repeats)
+        if settings.policy != "measured" or why_not or who != "defaults":
+            return [plan]  # a planner that the user installed decides by itself
+        plans = []
+        if not session.eager_is_fallback_only or not others:
+            plans.append(self._plan(staged, [eager], "never")[1])
+        beside = defers(session, staged.graph)
+        for info in others:
+            repeats = settings.repeats
+            if repeats == "auto" and beside and not info.compiles_quickly:
+                repeats = "never"  # the whole graph runs at least as fast, and nobody waits
+            plans.append(self._plan(staged, [info, eager], repeats)[1])
+        return _unlike([*plans, plan])
 
     def _plan(
         self, staged: StagedGraph, backends: Sequence[BackendInfo], repeats: Repeats

@@ -20,7 +20,7 @@ from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import Tripped, describe
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import copy_graph
-from fuseboard.torch_api.dynamo_graphs import copy_dynamos, drop_values, note_values
+from fuseboard.torch_api.dynamo_graphs import copy_dynamo_graph, drop_values, note_values
 
 
 class Rewriter:
@@ -64,19 +64,19 @@ class Rewriter:
                 graph = self._rewritten(graph, plugin, offer, level) or graph
         return graph
 
-    def rewrite_dynamos(
+    def rewrite_dynamo_graph(
         self, graph: GraphModule, report: GraphReport, counter: FusionCounter
     ) -> GraphModule:
         """Dynamo's graph after the rewrites of every plugin, for AOTAutograd to capture."""
         hook = "fuseboard_fuse_dynamo"
-        level = _Level(hook, copy_dynamos, self._judged_dynamos, report, counter)
+        level = _Level(hook, copy_dynamo_graph, self._judge_dynamo_graph, report, counter)
         plugins = self._session.with_hook(hook)
         if not plugins:
             return graph
         if any(map(opens_a_level, graph.graph.nodes)):
             report.notes.append("Dynamo's graph isn't rewritten: it has levels of torch.func in it")
             return graph
-        current = copy_dynamos(graph)
+        current = copy_dynamo_graph(graph)
         try:
             with torch_internals.real_tensors():
                 note_values(current, self._inputs())
@@ -143,7 +143,7 @@ class Rewriter:
     def _judged(self, graph: GraphModule, rewritten: GraphModule) -> Verdict | str:
         return judge_rewrites(graph, rewritten, example_values(graph, self._inputs()))
 
-    def _judged_dynamos(self, graph: GraphModule, rewritten: GraphModule) -> Verdict | str:
+    def _judge_dynamo_graph(self, graph: GraphModule, rewritten: GraphModule) -> Verdict | str:
         return judge_dynamo_rewrites(graph, rewritten, self._inputs())
 
 

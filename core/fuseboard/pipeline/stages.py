@@ -101,7 +101,7 @@ class Pipeline:
         self.records: list[Record] | None = None
         #: Plugins whose rewrites of Dynamo's graph were applied. The report of a joint graph has
         #: them, or that of an inference graph, as AOTAutograd makes one or the other.
-        self._rewrote_dynamos: dict[str, None] = {}
+        self._dynamo_rewriters: dict[str, None] = {}
         # What happened before there was a graph: it goes into the report of the first.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
@@ -112,12 +112,14 @@ class Pipeline:
         """
         self._tripped(self._at_capture, plugin, "capture", error, "the other backends' level")
 
-    def rewrite_dynamos(self, graph: GraphModule) -> GraphModule:
+    def rewrite_dynamo_graph(self, graph: GraphModule) -> GraphModule:
         """Dynamo's graph as AOTAutograd is to capture it: the same one if nothing is rewritten."""
         report = self._at_capture
         with compile_lock:
-            rewritten = self.rewriter.rewrite_dynamos(graph, report, self._fusion_counter(report))
-        self._rewrote_dynamos = dict.fromkeys(one.plugin for one in report.fusions if one.applied)
+            rewritten = self.rewriter.rewrite_dynamo_graph(
+                graph, report, self._fusion_counter(report)
+            )
+        self._dynamo_rewriters = dict.fromkeys(one.plugin for one in report.fusions if one.applied)
         return rewritten
 
     def contain_rewritten_graph(self, problem: str) -> None:
@@ -131,7 +133,7 @@ class Pipeline:
         else:
             report = self._report("inference")
             ledger.add(report)
-        for plugin in self._rewrote_dynamos:
+        for plugin in self._dynamo_rewriters:
             error = WrongValues(plugin, "fuseboard_fuse_dynamo", problem)
             self._tripped(report, plugin, "fuse", error, "Dynamo's graph without its rewrites")
         for runner in self.runners:

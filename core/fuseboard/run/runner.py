@@ -150,7 +150,7 @@ class Runner:
         sets.unprepared_s = time.perf_counter() - start
         return results
 
-    def eagers_results(self, inputs: list[Any]) -> Sequence[Any]:
+    def eager_results(self, inputs: list[Any]) -> Sequence[Any]:
         """What the caller gets from eager; nothing where eager can't be run beside a call."""
         if replayable(self.captured.graph):
             return ()
@@ -298,12 +298,12 @@ class Runner:
                 site.tripped = lowered.author
             names = {site.lowered.region.name for site in failed}
             regions_run_in_eager(self.report, names, f"{region.backend} tripped in a call")
-            self.tell_what_tripped(error)
+            self.report_tripped(error)
             self.install(Program(self.context, sites))
             if self.on_trip is not None and not isinstance(error, _PASSING):
                 self.on_trip(describe(error))
 
-    def tell_what_tripped(self, error: BaseException | None = None) -> None:
+    def report_tripped(self, error: BaseException | None = None) -> None:
         """Tell with the choice which of its regions run in eager since they failed in a call.
 
         :param error: the latest failure.

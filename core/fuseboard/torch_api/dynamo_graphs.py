@@ -22,6 +22,7 @@ from fuseboard.errors import LoweringError
 from fuseboard.torch_api.call_sizes import CallSizes, SymbolicInputs
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.graphs import constants_from_bytes, constants_to_bytes
+from fuseboard.torch_api.nodes import graphs_in
 from fuseboard.torch_api.symbols import GuardWatch
 
 #: Where Dynamo notes what kind of static input a placeholder is: on the tensor it stands for.
@@ -70,9 +71,8 @@ def graph_from_bytes(data: bytes, static: frozenset[int]) -> GraphModule:
 
     sent, constants = pickle.loads(data)
     graph: Any = loads(sent, FakeTensorMode(shape_env=ShapeEnv()))
-    for held in graph.modules():
-        if isinstance(held, GraphModule):
-            receive_slices(held)
+    for held in graphs_in(graph):
+        receive_slices(held)
     constants_from_bytes(graph, constants)
     graph.meta["dynamo_compile_id"] = None
     graph._param_name_to_source = {}
@@ -116,7 +116,7 @@ def _name_of(kind: Any) -> str:
 _OF_GRAPHS, _OF_PLACEHOLDERS = ("_param_name_to_source",), ("_dynamo_source",)
 
 
-def copy_dynamos(graph: GraphModule) -> GraphModule:
+def copy_dynamo_graph(graph: GraphModule) -> GraphModule:
     """A copy that AOTAutograd captures as it would the graph."""
     copy = copy_graph(graph)
     copy.meta.update(graph.meta)
@@ -223,7 +223,7 @@ class Tracing:
         numbers = self._symbolic.numbers if self._symbolic is not None else []
         if all(number is None for number in numbers):
             return graph
-        graph = copy_dynamos(graph)
+        graph = copy_dynamo_graph(graph)
         nodes = graph.graph.find_nodes(op="placeholder")
         for node, number in zip(nodes, numbers, strict=True):
             for user in list(node.users) if number is not None else []:

@@ -31,7 +31,7 @@ class Layouts:
         :raises ContractError: a result has other strides.
         """
         if self._eagers is None:
-            self._eagers = list(map(_without_memory, self._runner.eagers_results(self._inputs)))
+            self._eagers = list(map(_without_memory, self._runner.eager_results(self._inputs)))
         for number, (want, got) in enumerate(zip(self._eagers, results, strict=False)):
             if want is not None and (problem := misplaced(want, got)):
                 backend = next(reversed(candidate.authors), "eager")

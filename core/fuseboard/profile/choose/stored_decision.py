@@ -84,10 +84,7 @@ class StoredDecision:
         """
         costs = database(session.settings)
         try:
-            parts = graph_parts(graph, kind, sorted(static))
-            parts["backends"] = "; ".join(_backends(session))
-            parts["rewriters"] = "; ".join(_rewriters(session))
-            parts["settings"] = _settings(session)
+            parts = {**graph_parts(graph, kind, sorted(static)), **_session_parts(session)}
         except NotCacheable as error:
             report.notes.append(f"its decision isn't kept: {error}")
             return cls(costs, None, report, level)
@@ -112,11 +109,8 @@ class StoredDecision:
         """
         costs = database(session.settings)
         try:
-            parts = call_parts(graph, inputs, sorted(static), sizes)
-            parts["around the call"] = around
-            parts["backends"] = "; ".join(_backends(session))
-            parts["rewriters"] = "; ".join(_rewriters(session))
-            parts["settings"] = _settings(session)
+            of_call = call_parts(graph, inputs, sorted(static), sizes)
+            parts = {**of_call, "around the call": around, **_session_parts(session)}
         except NotCacheable:
             return cls(costs, None, report, "call")
         return cls(costs, parts, report, "call")
@@ -192,9 +186,14 @@ class StoredDecision:
             self.report.notes.append(problem)
 
 
-def _backends(session: Session) -> list[str]:
-    """Each backend with all that its code may depend on."""
-    return [_described(session, info.name, info.fingerprint) for info in session.backends]
+def _session_parts(session: Session) -> dict[str, str]:
+    """The settings, and the plugins with all that their code depends on."""
+    backends = [_described(session, info.name, info.fingerprint) for info in session.backends]
+    return {
+        "backends": "; ".join(backends),
+        "rewriters": "; ".join(_rewriters(session)),
+        "settings": _settings(session),
+    }
 
 
 def _rewriters(session: Session) -> list[str]:

@@ -120,11 +120,11 @@ class Tuner:
             self._runner.give_up("all candidates failed in earlier processes: eager runs")
         elif self._chosen is not None:  # by an earlier process, so no call will compare first
             self._rest_is_due()
-        self._tell_whether_settled()
+        self._report_settled()
         if not self.settled:
             background.add(self)
 
-    def _tell_whether_settled(self) -> None:
+    def _report_settled(self) -> None:
         """Say so in the report; until then the runner, so whoever calls it, keeps this alive."""
         had_settled, self._report.settled = self._report.settled, self.settled
         self._runner.chooser = None if self.settled else self
@@ -191,7 +191,7 @@ class Tuner:
             if candidate.waiting:
                 candidate.undecided = True
                 candidate.drop("untried", "it was being compiled for the process that was forked")
-        self._tell_whether_settled()
+        self._report_settled()
 
     # --- in a call ------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Tuner:
         try:
             self._compare_due(inputs)
         finally:
-            self._tell_whether_settled()  # whoever interrupts it has decided
+            self._report_settled()  # whoever interrupts it has decided
 
     def _compare_due(self, inputs: list[Any]) -> None:
         due, self._due = self._due, []
@@ -397,10 +397,10 @@ class Tuner:
         checks = RegionChecks(False, strides=not candidate.proven, inputs=inputs, again=again)
         self._runner.on_trip = partial(self._stored.record_trip, candidate.name)
         self._runner.install(candidate.program, checks)
-        self._tell_whether_settled()
+        self._report_settled()
         self._report.instead = ""
         self._installed(candidate)
-        self._runner.tell_what_tripped()
+        self._runner.report_tripped()
         self._session.notify(
             Event("choose", self.name, 0.0, {"winner": candidate.name, "settled": self.settled})
         )

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from fuseboard.ops.draws import draws
 from fuseboard.ops.effects import only_raises
 from fuseboard.ops.liveness import unused_after
 from fuseboard.profile.judge import batch_means, lifting
@@ -285,7 +286,7 @@ class Lifted:
                 return values[used]
         target: Any = node.target
         form = self.forms[node]
-        if lifting.about_bits(target) or lifting.draws_random(node):
+        if lifting.about_bits(target) or draws(node):
             return self._in_own_dtypes(node, values, "")
         args, kwargs = arguments_of(node, lambda used: _lifted(values[used]))
         graphs, operands = inner_graphs(target, args)

@@ -13,9 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
-
-from fuseboard.ops.draws import draws
 
 _LIFTED = {
     torch.float32: torch.float64,
@@ -278,19 +275,6 @@ _EXACT = frozenset(
         *("aten::_unsafe_view", "aten::_reshape_copy", "aten::fill", "aten::lift_fresh_copy"),
     }
 )
-
-
-@functools.cache
-def _seeded(target: Any) -> bool:
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
-
-
-def draws_random(node: Node) -> bool:
-    """Whether a node draws random numbers with the arguments that it has."""
-    return _seeded(node.target) and draws(node)
 
 
 @functools.cache

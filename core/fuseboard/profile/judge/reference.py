@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.profile.judge import lifting
+from fuseboard.ops.draws import draws
 from fuseboard.profile.judge.interpret import (
     Eager,
     Lifted,
@@ -253,7 +253,7 @@ def _may_draw(graph: GraphModule) -> bool:
     """Whether a graph draws random numbers; what the user's ops and inner graphs do isn't known."""
     for node in graph.graph.nodes:
         target = node.target
-        if isinstance(target, torch._ops.HigherOrderOperator) or lifting.draws_random(node):
+        if isinstance(target, torch._ops.HigherOrderOperator) or draws(node):
             return True
         if isinstance(target, torch._ops.OpOverload) and target.namespace not in _DRAW_AS_TAGGED:
             return True

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.beside import is_beside
 from fuseboard.ops.effects import only_raises
+from fuseboard.torch_api.nodes import graphs_in
 
 #: Namespaces of ops that talk to other processes, or move what others hold.
 _COLLECTIVES = frozenset(
@@ -72,8 +73,7 @@ def why_it_writes(graph: GraphModule) -> str:
 
     Whether code of such a graph may write to its inputs, nobody can tell.
     """
-    held = (module for module in graph.modules() if isinstance(module, GraphModule))
-    found = (_why_node_writes(node) for module in held for node in module.graph.nodes)
+    found = (_why_node_writes(node) for one in graphs_in(graph) for node in one.graph.nodes)
     return next(filter(None, found), "")
 
 

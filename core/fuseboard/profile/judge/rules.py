@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard.ops.draws import hides_draws
+from fuseboard.ops.draws import draws, hides_draws
 from fuseboard.profile.judge import lifting
 from fuseboard.torch_api.partitioners import state_wrappers
 
@@ -86,7 +86,7 @@ def reached_by(graph: GraphModule, values: Mapping[Node, Any]) -> dict[Node, Rea
         else:
             bits &= ~_ROUNDED
         if node.op == "call_function":
-            if lifting.draws_random(node) or hides_draws(node, graph) or _keeps_state(node):
+            if draws(node) or hides_draws(node, graph) or _keeps_state(node):
                 bits |= _RANDOM
             if _uninitialised(node, graph):
                 bits |= _MEMORY
