@@ -1,4 +1,4 @@
-"""What passes between the stages: frozen, and free of behaviour.
+"""The frozen dataclasses that pass between the stages.
 
 A *graph* here is an ATen-level ``torch.fx.GraphModule`` whose nodes carry fake values in
 ``node.meta["val"]``. Nodes are named by ``node.name``, which is unique in a graph.
@@ -18,9 +18,9 @@ GraphKind = Literal["joint", "forward", "backward", "inference"]
 EventName = Literal["fuse", "plan", "lower", "choose", "graph"]
 Stage = Literal["capture", "claim", "plan", "fuse", "partition", "lower", "profile", "run"]
 FailureAction = Literal["raise", "next", "eager"]
-#: The numbers that eager draws from the same seed, or whichever are fastest.
+#: Random numbers: those that eager draws from the same seed, or the fastest to draw.
 Random = Literal["eager", "fast"]
-#: How a joint graph is split where min-cut isn't told otherwise by a memory budget.
+#: How a joint graph is split into forward and backward.
 JointPolicy = Literal["min_cut", "default", "recompute_all"]
 #: The solvers of ``torch._functorch.config.activation_memory_budget_solver``.
 Knapsack = Literal["dp", "greedy", "ilp"]
@@ -35,21 +35,22 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What a backend says of itself, once per process.
+    """A backend's description of itself, given once per process.
 
     :ivar device_types: ``torch.device.type`` values that it runs on.
     :ivar dtypes: floating dtypes that it may meet; None means any.
     :ivar training: it takes forward and backward graphs, not only inference graphs.
     :ivar dynamic_shapes: its regions may have symbolic sizes.
-    :ivar fixes_sizes: its lowering may fix a symbolic size to the number of the example, at the
-        price of another compile for each size. Where it isn't set, that is undone and declined.
+    :ivar fixes_sizes: its lowering may fix a symbolic size to the example's number, which makes
+        Dynamo compile again for each other size. Without it such a region is declined, and what
+        lowering it learned is undone.
     :ivar bakes_constants: lowered code holds the *values* of static inputs.
     :ivar compiles_quickly: lowering takes seconds at most (no C++ compiler, no tuning).
     :ivar wraps_only: it runs no ops itself but wraps what other backends lowered
         (``fuseboard_wrap``), or samples (``fuseboard_sampler``); it isn't in the order of backends.
     :ivar by_request: it runs only where ``backends`` names it.
-    :ivar by_measurement: where ``backends`` doesn't name it, it is a candidate under the policy
-        ``measured`` only: under ``priority`` its place would be a guess.
+    :ivar by_measurement: where ``backends`` doesn't name it, it takes part under the policy
+        ``measured`` only: under ``priority`` its place in the order would be a guess.
     :ivar may_crash: its lowering can end the process (an engine that aborts on bad input). With the
         setting ``isolate`` the first try of a region is made in a child process.
     :ivar available: False with a ``reason`` that says what to install or change.
@@ -81,10 +82,10 @@ class Claim:
 
     :ivar nodes: every node of the stretch.
     :ivar native: those among ``nodes`` that this backend runs *better than eager*; the others are
-        carried along so that the stretch isn't cut. A claim whose native part is small against
-        the whole loses to a backend that would run all of it natively.
+        carried along so that the stretch isn't cut. A claim with a small native part loses to a
+        backend that would run all of it natively.
     :ivar together: the nodes are taken all or none, and in one region: a pattern, or a whole
-        subgraph. Claims of one backend that overlap are taken in order, as far as they still can.
+        subgraph. Of overlapping claims of one backend the first wins.
     """
 
     nodes: frozenset[str]
@@ -139,7 +140,7 @@ class Plan:
 
 
 class TuningRecords(Protocol):
-    """What one backend keeps for later processes in the cost database, under keys of its own.
+    """One backend's records in the cost database, under keys of its own, for later processes.
 
     A key should hold all that the value depends on: sizes, the processor, the engine's version.
     Without the setting ``cache`` it is kept for this process only.
@@ -161,14 +162,14 @@ class Region:
 
     :ivar name: unique in its graph, such as ``inference0.region1``.
     :ivar graph: this backend's *own copy*; placeholders are the region's inputs in order, the
-        output node returns a flat tuple. It may be changed at will.
+        output node returns a flat tuple. The backend may change it.
     :ivar static_inputs: positions of placeholders that are parameters or buffers.
     :ivar signature: canonical hash; regions with equal signatures are lowered once.
     :ivar whole: the region is the whole graph.
     :ivar options: the backend's options model, filled from settings; None where it has none.
     :ivar random: ``"eager"`` (the numbers that eager draws from the same seed) or ``"fast"``.
-    :ivar source: user code line of the first op, ``file:line``, for messages.
-    :ivar records: what the backend keeps for later processes; None where no board made the region.
+    :ivar source: the user's line that the first op comes from, ``file:line``, for messages.
+    :ivar records: the backend's tuning records; None where no board made the region.
     """
 
     name: str
@@ -217,7 +218,7 @@ class LoweredRegion:
         ``meta["val"]`` (the strides where more than one element is reached through them).
     :ivar notes: what people should know, such as ops that fell back inside the backend.
     :ivar artifact: what ``fuseboard_load`` of the same backend needs to make the callable again in
-        another process, without compiling; the board stores it. None where there is no such thing.
+        another process, without compiling; the board stores it. None where it can't be made again.
     """
 
     call: Boxed
@@ -242,9 +243,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a lowered region kept its contract on the call that was looked at.
+    """Whether a lowered region kept its contract in the call that was judged.
 
-    :ivar by_value: the problem is that it computes something else.
+    :ivar by_value: the problem is a wrong value.
     """
 
     ok: bool
@@ -257,7 +258,7 @@ class Trip:
     """A failure that the board contained.
 
     :ivar stage: where it happened.
-    :ivar source: the user's line whose ops were concerned, ``file:line``, if known.
+    :ivar source: the user's line that the ops come from, ``file:line``, if known.
     :ivar instead: what ran in its place.
     """
 
@@ -275,12 +276,12 @@ class Event:
 
     :ivar name: ``fuse`` (the graph as a whole was rewritten), ``plan``, ``lower`` (one region, or
         one combination of its sizes), ``choose`` (what runs from now on, once candidates were
-        compared) or ``graph`` (compiled, as far as that is done before a call).
-    :ivar seconds: what it took; 0 where that isn't measured.
+        compared) or ``graph`` (all that is compiled before a call is compiled).
+    :ivar seconds: how long it took; 0 where that isn't measured.
     :ivar details: numbers and names, by event: ``offered`` of ``fuse``, ``regions`` of ``plan``,
         ``region`` and ``backend`` (and ``sizes``) of ``lower``, ``kind`` and ``trips`` of
-        ``graph``; of ``choose`` the ``winner`` with ``settled``, or with ``whole`` where it is of
-        whole calls.
+        ``graph``; of ``choose`` the ``winner``, with ``settled``, or with ``whole`` where whole
+        calls were compared.
     """
 
     name: EventName
@@ -296,7 +297,7 @@ class Event:
 class StackFrame:
     """One call on a sampled stack.
 
-    :ivar file: "" where it isn't known, as of most native code; else as Python has it.
+    :ivar file: as Python has it; "" where it isn't known, as for most native code.
     :ivar line: the line that ran; 0 where it isn't known.
     """
 
@@ -316,10 +317,10 @@ class StackSample:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What a session asks of its sampler.
+    """What a session asks its sampler for.
 
-    :ivar rate_hz: how many samples a second.
-    :ivar max_duration_s: the sampler ends by itself after so long; the work goes on.
+    :ivar rate_hz: samples a second.
+    :ivar max_duration_s: the sampler stops after this time; the work goes on.
     :ivar tags: the user's words for the run.
     """
 
@@ -330,12 +331,12 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class SamplerStatus:
-    """How far a sampler is.
+    """The state of a sampler.
 
     :ivar state: ``starting`` until it takes samples, ``running`` while it does, ``processing``
-        until its results are there, then ``finished``; ``failed`` where none will be.
-    :ivar detail: of a failure: what was missing and how to get it; else what people should know,
-        such as that native frames had to be left out.
+        until its results are there, then ``finished``; ``failed`` where there will be no results.
+    :ivar detail: of a failure, what was missing and how to get it; else what people should know,
+        such as that native frames were left out.
     """
 
     state: Literal["starting", "running", "processing", "finished", "failed"]
@@ -354,7 +355,7 @@ class Sampler(Protocol):
         """Start sampling process ``pid``, and return before it runs. Raises if it can't."""
 
     def status(self) -> SamplerStatus:
-        """How far it is."""
+        """Its state now."""
 
     def stop(self) -> None:
         """End sampling, and leave no process that samples. It may be called at any time, twice."""

@@ -2,10 +2,10 @@
 
 A plugin is a module (or object) with functions marked ``@fuseboard.hookimpl``, named by an entry
 point of group ``fuseboard``. Hooks are called while graphs are compiled, verified and compared,
-which may be in a call; a call of a graph that has settled calls none, unless it fails or the
-setting ``verify`` wants it checked. An implementation may leave out arguments that it doesn't need.
-What a hook returns is checked against the annotation here; an
-answer of another type is a :class:`~fuseboard.errors.ContractError` that names plugin and hook.
+which may happen during a call. Once a graph has settled its calls run no hook, unless a call fails
+or the setting ``verify`` asks for a check. An implementation may leave out arguments that it
+doesn't need. The board checks what a hook returns against the annotation here; an answer of
+another type is a :class:`~fuseboard.errors.ContractError` that names plugin and hook.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class PassOrder:
-    """Which plugins' rewrites a plugin's own come before and after.
+    """The plugins before and after which a plugin rewrites graphs.
 
-    :ivar where: file and line of the hook that says so.
+    :ivar where: file and line of the hook that was decorated.
     """
 
     before: tuple[str, ...]
@@ -64,11 +64,12 @@ class PassOrder:
 def pass_order(
     *, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> Callable[[_Hook], _Hook]:
-    """Say before or after which plugins a hook that rewrites whole graphs is asked.
+    """Decorate a hook that rewrites whole graphs: it is called before or after other plugins'.
 
-    For ``fuseboard_fuse`` and ``fuseboard_fuse_dynamo``. Each name must be a plugin that is
-    installed, though it needn't be ready or have the hook; a name that isn't there, and orders that
-    make a circle, are errors before anything is compiled. Regions are rewritten by their backend.
+    For ``fuseboard_fuse`` and ``fuseboard_fuse_dynamo``. Each name must be an installed plugin; it
+    needn't be ready or have the hook. An unknown name and a circular order are errors before
+    anything is compiled. The order of rewrites of regions isn't affected: each region is rewritten
+    by its own backend.
 
     :raises TypeError: a name is no string, or a text stands for a sequence of names.
     """
@@ -90,7 +91,7 @@ def pass_order(
 
 @hookspec
 def fuseboard_backend() -> BackendInfo | None:
-    """Describe this plugin's backend. Called once per process, before any other hook of it.
+    """Describe this plugin's backend. Called once per process, before the plugin's other hooks.
 
     None (or no implementation) means that the plugin only takes part in other stages. It must
     not import the engine if that is slow: say ``available=False`` with a reason and a pip line
@@ -107,10 +108,10 @@ def fuseboard_decompositions(
 ) -> dict[Any, Callable[..., Any]] | None:
     """Name the ops to decompose before regions of ``kind`` graphs reach this backend.
 
-    A region is retraced under its backend's table if it holds an op of it. Inference graphs are
-    captured without any; joint ones with those of all backends that train, in any order. With
+    A region is retraced under its backend's table if it holds an op of the table. Inference graphs
+    are captured without decompositions, joint graphs with those of all backends that train. With
     ``random="eager"`` an op that draws random numbers must not be decomposed into one that draws
-    others. None means no decompositions.
+    other numbers. None means no decompositions.
     """
 
 
@@ -119,13 +120,14 @@ def fuseboard_decompositions(
 
 @hookspec
 def fuseboard_fuse_dynamo(graph: GraphModule, options: Any, random: Random) -> list[Fusion] | None:
-    """Offer rewrites of Dynamo's graph, before autograd and whichever backends there are.
+    """Offer rewrites of Dynamo's graph, before autograd and for all backends.
 
-    Called once per graph, on every plugin in order. What is rewritten here has its backward from
-    autograd. Nodes call torch's functions and methods as the user's code does; they may write to
-    tensors, and ``meta["val"]`` has their fake values, which new nodes need as well. A rewrite
-    takes out what it replaces: what nobody reads stays, since it may have effects. Results, their
-    strides and their gradients must be kept. Dynamo's own graph is what all is held against.
+    Called once per graph, on every plugin in order. Autograd derives the backward from the
+    rewritten graph. Nodes call torch's functions and methods as the user's code does and may write
+    to tensors; ``meta["val"]`` has their fake values, which new nodes need as well. A rewrite
+    erases the nodes that it replaces: the board keeps nodes without users, since they may have
+    effects. Results, their strides and their gradients must stay the same. The board compares the
+    rewritten graph with Dynamo's own.
     """
 
 
@@ -137,10 +139,10 @@ def fuseboard_fuse(
 
     Called first with ``region=None`` on each joint and inference graph as a whole, for every
     plugin in order; then once per region, for the region's own backend, with ``graph`` being
-    ``region.graph``. A whole graph's ``graph.meta["decompositions"]`` is what it was captured with:
-    op → function. Rewrites must keep results, strides and ``meta["val"]``. Whatever they
-    make to depend on static inputs alone (a packed weight, a folded batch norm) the board
-    hoists out of the calls.
+    ``region.graph``. ``graph.meta["decompositions"]`` of a whole graph is the table that it was
+    captured with: op → function. Rewrites must keep results, strides and ``meta["val"]``. The board
+    hoists out of the calls what depends on static inputs alone (a packed weight, a folded batch
+    norm).
     """
 
 
@@ -163,7 +165,7 @@ def fuseboard_partition_joint(
     The forward returns its outputs and then what it saves; the backward takes (symbolic ints,
     saved, tangents), as torch's partitioners do. ``memory_budget`` runs from 0 (recompute all)
     to 1 (save all that min-cut would); ``policy`` and ``knapsack`` are the settings
-    ``joint_policy`` and ``knapsack``. ``keywords`` are further ones that AOTAutograd passed.
+    ``joint_policy`` and ``knapsack``. ``keywords`` are AOTAutograd's further arguments.
     """
 
 
@@ -171,10 +173,10 @@ def fuseboard_partition_joint(
 def fuseboard_claim(
     graph: GraphModule, kind: GraphKind, options: Any
 ) -> list[Claim | Decline] | None:
-    """Say which nodes this backend can run, and decline the others with reasons.
+    """Claim the nodes that this backend can run, and decline the others with reasons.
 
-    It may over-claim: the board arbitrates. A node that is neither claimed nor declined counts
-    as declined without a reason. ``graph`` is a copy that must not be changed.
+    A backend may claim too much: the board arbitrates. A node that is neither claimed nor declined
+    counts as declined without a reason. ``graph`` is a copy that must not be changed.
     """
 
 
@@ -193,10 +195,10 @@ def fuseboard_plan(
     """Decide which backend runs each node.
 
     ``claims`` and ``backends`` are in order of priority; the last backend is always ``eager``,
-    which claims everything. ``pins`` maps nodes to the backends that the user wants for them, where
-    these claim them: a plan must follow it. The further arguments are the settings of those names.
-    Nodes that a backend claims ``together`` only are placed on it all or none, in one region.
-    The answer must be the same on every rank: it may depend on the arguments only.
+    which claims everything. ``pins`` maps nodes to the backends that the user wants for them, as
+    far as these claim them; a plan must follow it. The further arguments are the settings of those
+    names. Nodes of a claim with ``together`` are placed on its backend all or none, in one region.
+    The answer must be the same on every rank, so it may depend on the arguments only.
     """
 
 
@@ -208,11 +210,11 @@ def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion | No
     """Compile one region, or return None to decline it after all.
 
     Called once per signature for each candidate that holds such a region, on the plugin that the
-    plan chose, after its fusions and with constants hoisted; and on parts of a region, where its
-    values were wrong and the first op to blame is looked for. ``inputs`` are fake tensors and
+    plan chose, after the plugin's fusions and with constants hoisted. Also called on parts of a
+    region whose values were wrong, to find the first wrong op. ``inputs`` are fake tensors and
     SymInts in placeholder order; where sizes are symbolic the tracing context is active, so guards
-    are recorded. A fake mode is active in most calls and not in all of them, since backwards and
-    further candidates are lowered later: :func:`fuseboard.real_tensors` leaves it.
+    are recorded. A fake mode is active in most calls, but not in all: backwards and further
+    candidates are lowered later. :func:`fuseboard.real_tensors` leaves it.
 
     The graph has placeholders, calls of functions, ``get_attr`` nodes (constants, which are real
     tensors, and the graphs that ops such as ``cond`` hold) and an output. After a decomposition
@@ -230,9 +232,9 @@ def fuseboard_load(artifact: bytes, region: Region, inputs: Sequence[Any]) -> Lo
     one) stored an artifact under an equal key. The key holds the region's graph and inputs, the
     backend's fingerprint and options, what is known of symbolic sizes, the versions of torch and
     fuseboard, the processor, the number of threads, and for ``bakes_constants`` the contents of
-    the static inputs; so an artifact needs to be checked for none of these. ``region.graph`` and
-    ``inputs`` are as for ``fuseboard_lower``. None means that the artifact can't be used after all;
-    one that raises trips. In both cases the region is lowered. The answer's own ``artifact`` is
+    the static inputs; an implementation need check none of these. ``region.graph`` and ``inputs``
+    are as for ``fuseboard_lower``. None means that the artifact can't be used after all, an
+    exception is a trip; in both cases the region is lowered. The answer's own ``artifact`` is
     ignored.
     """
 
@@ -248,17 +250,18 @@ def fuseboard_wrap(
     """Put something around a region that another backend lowered, such as a CUDA graph.
 
     Called for each region, those that share lowered code included, right after ``fuseboard_lower``
-    or ``fuseboard_load``, on every plugin that implements it, in order; each is given what the one
-    before it made. The region keeps its backend.
+    or ``fuseboard_load``, on every plugin that implements it, in order; each wraps the answer of
+    the one before. The region keeps its backend.
+
     ``region.graph`` is the graph that was lowered and must not be changed; its placeholders are the
-    inputs of ``lowered.call``, whose contract holds for the answer's call as well. ``options`` are
-    this plugin's own. ``tell`` may be called at any time, in calls of the region too: a text
-    becomes a note of the region, an exception that the wrapper contained becomes a trip (and is
-    raised as a RegionError if the policy says so); the wrapper then calls ``lowered.call``.
-    ``lower_part`` has a graph of some of the region's nodes, with their fake values, compiled by
-    the region's backend, without wrappers; it is told the positions of those of its inputs that
-    are static. None means that the region stays as it is; to say why, answer with the same call
-    and a note. A hook that fails trips, and the region runs without it.
+    inputs of ``lowered.call``. The answer's call must keep the contract of ``lowered.call``.
+    ``options`` are this plugin's own. ``tell`` may be called at any time, also during calls of the
+    region: a text becomes a note of the region; an exception that the wrapper contained becomes a
+    trip (and is raised as a RegionError if the policy says so), after which the wrapper calls
+    ``lowered.call``. ``lower_part(graph, static)`` compiles a graph of some of the region's nodes,
+    with their fake values, by the region's backend and without wrappers; ``static`` are the
+    positions of its static inputs. None means that the region stays as it is; to say why, answer
+    with the same call and a note. A hook that fails trips, and the region runs without it.
     """
 
 
@@ -274,11 +277,11 @@ def fuseboard_export(
     """Write a whole inference graph to a file that runs without torch, and run that file.
 
     Called by ``fuseboard export``, on one plugin after another until one answers. ``graph`` is a
-    copy of the graph, with nothing decomposed that a backend might want whole, and static sizes;
-    ``inputs`` are real tensors in the order of its placeholders, ``names`` what to call them,
-    ``weights`` the positions of those that belong into the file. The answer is what the file as
-    written computes from the other inputs, in the order of the graph's outputs. None means that the
-    plugin doesn't write files with ``path``'s ending.
+    copy of the graph before any decomposition, with static sizes; ``inputs`` are real tensors in
+    the order of its placeholders, ``names`` their names in the file, ``weights`` the positions of
+    those to be stored in the file. The answer is what the written file computes from the other
+    inputs, in the order of the graph's outputs. None means that the plugin doesn't write files with
+    the suffix of ``path``.
 
     :raises LoweringError: something in the graph can't be written.
     """
@@ -298,8 +301,8 @@ def fuseboard_verify(
     """Judge real outputs of a lowered region.
 
     ``expected`` are the fake outputs of the region as captured; ``reference`` is what the captured
-    region computes on these inputs by eager and in float64, None where values aren't to be judged
-    (known good code, random numbers, effects). The default checks count, type, dtype, shape,
+    region computes on these inputs in eager and in float64; None where values aren't judged (code
+    that was right before, random numbers, effects). The default checks count, type, dtype, shape,
     strides, and then each element (``docs/verification.md``).
     """
 
@@ -308,22 +311,22 @@ def fuseboard_verify(
 def fuseboard_measure(
     calls: Sequence[Callable[[], Any]], budget_s: float
 ) -> list[Measurement] | None:
-    """Time calls in turn (never one after the other's end) for ``budget_s`` seconds.
+    """Time calls in turn, round by round, for ``budget_s`` seconds.
 
-    Calls to warm up may come on top. One measurement per call, in order. The default interleaves
-    rounds and reports quartiles.
+    Warm-up calls may come on top. Return one measurement per call, in order. The default rotates
+    the order within rounds and reports quartiles.
     """
 
 
 @hookspec
 def fuseboard_sampler(options: Any) -> Sampler | None:
-    """Give an external profiler that samples this process's stacks, for one session.
+    """Return an external profiler that samples this process's stacks, for one session.
 
-    Called when a :class:`~fuseboard.SamplingProfiler` starts, on every plugin in order, each time
-    for a new object; nothing may be started yet. Samplers whose stacks have Python frames are tried
-    first, and the next one where one can't start. A plugin whose profiler isn't installed says so
-    in ``fuseboard_backend`` (``available=False``, ``wraps_only=True``): the user is then told its
-    reason. None means that this plugin can't sample here.
+    Called when a :class:`~fuseboard.SamplingProfiler` starts, on every plugin in order; each call
+    returns a new object that hasn't been started. Samplers with Python frames in their stacks are
+    tried first; where one can't start, the next is tried. A plugin whose profiler isn't installed
+    says so in ``fuseboard_backend`` (``available=False``, ``wraps_only=True``), and the user is
+    shown its reason. None means that this plugin can't sample here.
     """
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fuseboard.cli import INTERRUPTED
 from fuseboard.errors import FuseboardError
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ QUESTIONS = (
 
 #: Answers that must be the same, and those that are printed.
 COMPARED, PRINTED = 5, 2
-
-#: What the shell gets after Ctrl-C: 128 and the number of SIGINT.
-INTERRUPTED = 130
 
 
 def demo(

@@ -13,13 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fuseboard.cli import INTERRUPTED
 from fuseboard.cli.explain import AsJson, Target, TargetError, call_at, check_writable
 from fuseboard.errors import SettingsError
 
 if TYPE_CHECKING:
     from fuseboard.profile.observe.memory import MemoryPoint
-
-_INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 def memory(
@@ -61,7 +60,7 @@ def memory(
         print(f"The plot is in {plot}", file=sys.stderr if as_json else sys.stdout)
     if interrupted:
         print("fuseboard: interrupted; the other budgets weren't measured", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _numbers(text: str) -> list[float]:

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fuseboard.cli import INTERRUPTED
 from fuseboard.cli.explain import TargetError, check_writable
 
 if TYPE_CHECKING:
     from fuseboard.profile.observe.trace_summary import RegionTime, Summary
 
-_INTERRUPTED = 130  # what a shell reports after Ctrl-C
 _MOST_ROWS = 30
 
 
@@ -143,7 +143,7 @@ def _pass_on(problem: BaseException | None) -> None:
         raise typer.Exit(problem.code if isinstance(problem.code, int) else int(bool(problem.code)))
     shown = problem.with_traceback(_own(problem.__traceback__))
     traceback.print_exception(shown)
-    raise typer.Exit(_INTERRUPTED if isinstance(problem, KeyboardInterrupt) else 1)
+    raise typer.Exit(INTERRUPTED if isinstance(problem, KeyboardInterrupt) else 1)
 
 
 def _own(frames: TracebackType | None) -> TracebackType | None:

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fuseboard.profile.costs.rows import differing
+
 log = logging.getLogger("fuseboard")
 
 _FORMAT = b"fuseboard artifact "
@@ -55,11 +57,6 @@ class Key:
     def stem(self) -> str:
         """What its files are called, without an ending."""
         return f"{self.group}-{_digest(sorted(self.parts.items()))[:32]}"
-
-    def differs_from(self, other: Mapping[str, str]) -> tuple[str, ...]:
-        """The names of the parts in which an entry's key is another one."""
-        names = sorted(self.parts.keys() | other.keys())
-        return tuple(name for name in names if self.parts.get(name) != other.get(name))
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Store:
     def nearest(self, key: Key) -> tuple[str, ...]:
         """In which parts the nearest entry of the same graph differs; () where there is none."""
         near = [
-            key.differs_from(head["key"])
+            differing(key.parts, head["key"])
             for path in self._files(key, f"{key.group}-*{ARTIFACT}")
             if (head := self._read_head(path)) is not None
         ]

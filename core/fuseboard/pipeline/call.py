@@ -39,7 +39,7 @@ from fuseboard.torch_api.views import eager_view_strides
 
 Run = Callable[..., Any]
 
-#: What AOTAutograd's graphs are called where it is kept whether they compute what Dynamo's does.
+#: The name of AOTAutograd's graphs in stored comparisons with Dynamo's graph.
 CAPTURED = "captured"
 
 
@@ -94,10 +94,10 @@ def compile_graph(
     """Compile a graph, or find that it is best run as Dynamo has it.
 
     :param inputs: for AOTAutograd, real or fake.
-    :param example_inputs: the same ones, real; they are not kept.
+    :param example_inputs: the same inputs, real; they are not kept.
     :param frame: names the user's function in reports.
-    :param bundled: wraps each of AOTAutograd's compilers where another process is to get
-        what is made here.
+    :param bundled: wraps each of AOTAutograd's compilers, so that what they return can be sent to
+        another process.
     :param rewrite: let plugins rewrite Dynamo's graph before it is captured.
     """
     call = GraphCall(session, graph, frame)
@@ -193,8 +193,8 @@ class GraphCall:
     def with_example_inputs(self, example_inputs: Sequence[Any]) -> Iterator[None]:
         """Let the pipeline see Dynamo's graph and the real inputs for the block.
 
-        Neither is kept, but for the graph where it is what runs. Under autocast it can't run: what
-        is cast, AOTAutograd's graph alone knows, and is called with autocast off.
+        Neither is kept, except the graph where it is what runs. Under autocast it can't be: the
+        casts are in AOTAutograd's graph alone, which is called with autocast off.
         """
         self.pipeline.example_inputs.values = example_inputs
         self.pipeline.dynamo_graph = None if torch_modes.autocast_is_on() else self.graph
@@ -265,13 +265,13 @@ class GraphCall:
         return parts
 
     def decompositions(self, example_inputs: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
-        """The level to capture at: no decompositions in inference, so that none is in what values
-        are held against.
+        """The decompositions to capture with: none in inference, where the captured graph is what
+        values are compared with.
 
-        In training what all backends that train want decomposed, whichever comes first: the split
-        into forward and backward can choose among these ops only, and rewrites of joint graphs are
-        made for the level of their backend. Of two decompositions of one op that of the first name
-        counts.
+        In training those of all backends that train, in any order: the split into forward and
+        backward can choose among the resulting ops only, and rewrites of joint graphs are written
+        for the level of their backend. Of two decompositions of one op the one of the backend whose
+        name comes first is used.
         """
         training = torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
@@ -321,7 +321,7 @@ class GraphCall:
         return problem
 
     def _known_difference(self, captured: CaptureCheck, inputs: Sequence[Any]) -> str:
-        """Where AOTAutograd's graphs part from Dynamo's, as the cost database has it or is told."""
+        """Where AOTAutograd's graphs differ from Dynamo's, by the cost database or a comparison."""
         stored = self.pipeline.capture_decision
         if stored is None or stored.parts is None:
             return captured.difference(inputs)
@@ -335,10 +335,10 @@ class GraphCall:
         return problem
 
     def choose_whole_calls(self, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Let the faster of what was compiled and Dynamo's own graph run the calls.
+        """Let the faster of the compiled code and Dynamo's own graph run the calls.
 
-        In training, and where none of the compiled graph's candidates is Dynamo's. None where an
-        earlier process found that Dynamo's is.
+        In training, and where Dynamo's graph isn't among the candidates. None where an earlier
+        process found that Dynamo's graph is faster.
         """
         stored = self.pipeline.whole_call_decision
         if stored is None:
@@ -385,7 +385,7 @@ class GraphCall:
         self.gradients.take_over(functions[0])
 
     def watch_autocast(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Let backwards know whether they are called under autocast, where AOTAutograd hides it."""
+        """Tell backwards whether they are called under autocast, which AOTAutograd hides."""
         backwards = [one for one in self.captured_graphs if isinstance(one, CapturedBackward)]
         if not backwards or not self.autocast:
             return compiled

@@ -34,7 +34,7 @@ from fuseboard.torch_api.nodes import target_name
 class Planner:
     """Asks the backends for claims, and the plan hook for plans.
 
-    :param tripped: is told of failures; raises where the policy is to.
+    :param tripped: called with failures; raises where the policy is to raise.
     """
 
     def __init__(self, session: Session, pins: Pins, tripped: Tripped) -> None:

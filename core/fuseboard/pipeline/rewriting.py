@@ -44,7 +44,7 @@ class Rewriter:
     ) -> GraphModule:
         """The graph after the rewrites of every plugin, less those that fail or are wrong.
 
-        Where the settings name who decides the stage, nobody else is asked if that one answers.
+        Where the setting ``stages.fuse`` names a plugin or function that answers, it alone decides.
         """
         session, hook = self._session, "fuseboard_fuse"
         level = _Level(hook, copy_graph, self._judged, report, counter)

@@ -28,7 +28,7 @@ from fuseboard.torch_api.internals import InputRoles
 #: By backend, in order of priority.
 Claims = dict[str, list[Claim | Decline]]
 
-#: What changes how ops run: that belongs to the calls around AOTAutograd's graph.
+#: Functions that change how ops run. AOTAutograd's graph is called under those of its caller.
 _MODES = frozenset(
     {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode"}
 )
@@ -66,12 +66,12 @@ class StagedGraph:
 
 @dataclass
 class Record:
-    """From what a graph's code was made, so that another process can make it again.
+    """What a graph's code was made from, so that another process can make it again.
 
     :ivar decomposed: graphs of regions that were decomposed for a plugin; those of other
         candidates, too.
     :ivar facts: what was known of each region's sizes before it was lowered, by signature.
-    :ivar overridden: where who decides a stage by the settings did so.
+    :ivar overridden: the stages and regions that a plugin or function of the settings decided.
     """
 
     staged: StagedGraph

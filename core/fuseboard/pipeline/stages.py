@@ -102,7 +102,7 @@ class Pipeline:
         #: Plugins whose rewrites of Dynamo's graph were applied. The report of a joint graph has
         #: them, or that of an inference graph, as AOTAutograd makes one or the other.
         self._dynamo_rewriters: dict[str, None] = {}
-        # What happened before there was a graph: it goes into the report of the first.
+        # Failures, notes and fusions from before there was a graph: for the first graph's report.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
 
     def contain_at_capture(self, plugin: str, error: Exception) -> None:
@@ -256,7 +256,7 @@ class Pipeline:
         self._notify("graph", report, total_s, kind=kind, trips=len(report.trips))
 
     def _begin(self, captured: GraphModule, kind: GraphKind, report: GraphReport) -> StagedGraph:
-        """Fuse the graph as a whole, and ask who wants what of it."""
+        """Rewrite the graph as a whole, and ask the backends for claims."""
         graph = copy_graph(captured)
         counter = self._fusion_counter(report)
         if kind == "inference":

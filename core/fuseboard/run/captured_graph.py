@@ -84,7 +84,7 @@ class CapturedBackward(CapturedGraph):
     (``is_grads_batched``), or of an autocast that is on around ``backward()``. In such calls the
     graph runs op by op.
 
-    :param note: is told, once each, why calls run op by op.
+    :param note: called once with each reason why calls run op by op.
     """
 
     def __init__(self, graph: GraphModule, name: str, note: Callable[[str], None]) -> None:

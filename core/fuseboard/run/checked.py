@@ -1,8 +1,8 @@
-"""Regions in a checked call: their outputs are held against their contract and eager's values.
+"""Regions in a checked call: their outputs are compared with their contract and eager's values.
 
-They run on copies of their inputs, which are compared with these after the call. Where every call
-is checked, later ones run on the inputs themselves, and copies tell what to undo: code may keep
-something for addresses that come again.
+A region runs on copies of its inputs, which are compared with the inputs after the call. Where
+every call is checked, later calls use the inputs themselves, since code may keep something for
+addresses that come again; what it writes to them is undone from copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fuseboard.torch_api.state import CALL_PARTS, StateGuard
 #: the float64 run took; ``hook_limit_s`` is the limit in any case.
 CALL_LIMIT_S, CALL_LIMIT_FACTOR = 60.0, 20.0
 
-#: Calls after a region's first one, whose results must lie elsewhere.
+#: So many calls follow a region's first one; their results must be in other memory.
 _FURTHER_CALLS = 2
 
 
@@ -45,13 +45,14 @@ class RegionChecks:
     """What checked functions hold regions against, and which code has passed.
 
     :ivar values: hold outputs against a float64 run of the region, where its code hasn't passed.
-    :ivar strides: hold strides against torch's fake values, where eager's aren't known. Those of
-        what was held against eager before may be others.
-    :ivar inputs: a region whose code hasn't passed runs on copies of its inputs; or on the inputs,
-        and what it writes is undone; or nobody looks.
-    :ivar again: hold against all that also what has passed.
-    :ivar passed: the code whose values were right; by ``id``, with the code, which keeps it alive.
-    :ivar references: regions that several programs have in common are run once. None: kept nowhere.
+    :ivar strides: compare strides with torch's fake values, where eager's aren't known. A region
+        that was compared with eager before may have other ones.
+    :ivar inputs: a region whose code hasn't passed runs on copies of its inputs (``copied``); on
+        the inputs, with its writes undone (``watched``); or on the inputs, unchecked (``unseen``).
+    :ivar again: check also code that has passed.
+    :ivar passed: code with right values, by its ``id``; the entry keeps the code alive.
+    :ivar references: of regions that several programs share, so that each is computed once. None:
+        they aren't kept.
     :ivar input_copies: copies of the graph's inputs.
     """
 
@@ -75,8 +76,8 @@ class CheckedRegion:
     :param is_eager: the code is the region's graph, op by op.
     :param dynamo_graph_as: the code is Dynamo's graph; this is what was captured of it.
     :param prepared: so many of the last arguments were prepared from weights.
-    :param trusted: nobody's code but the board's own runs.
-    :param seen: is given the results of a call that was right.
+    :param trusted: only the board's own code runs.
+    :param seen: called with the results of a call that was right.
     :param key: regions of the same inputs, ops and outputs have one; None means unlike all others.
     """
 
@@ -253,7 +254,7 @@ class CheckedRegion:
         return Verdict(True)
 
     def _where(self, inputs: Sequence[Any]) -> str:
-        """The first op whose values are wrong, as a further sentence; "" where it can't be told."""
+        """The first op with wrong values, as a further sentence; "" where it isn't known."""
         lower = self._lower_part
         if lower is None:
             return ""
@@ -263,7 +264,7 @@ class CheckedRegion:
                     self._region.graph, inputs, lambda graph, _: lower(graph)
                 )
         except CONTAINED as error:  # the backend may do anything with a part
-            return f". Where it parts from the right values isn't known: {describe(error)}"
+            return f". The first wrong op isn't known: {describe(error)}"
         if divergence is None:
             return ". Compiled once more, it was right"
         among = (
@@ -294,10 +295,10 @@ class CheckedRegion:
         )
 
     def _verdict(self, result: Any, inputs: list[Any], reference: Reference | None) -> Verdict:
-        """The verify hook's; where it fails the policy decides, and the default stands in.
+        """The verify hook's verdict; where the hook fails, the policy's or the default's.
 
-        Beside the user's calls, where it was judged in another process, the default does: whoever
-        implements the hook could change this process unseen.
+        Beside the user's calls the default is used: another process has judged the region, and a
+        hook could change this process while user code runs.
         """
         region, session, report = self._region, self._session, self._report
         arguments: dict[str, Any] = {
@@ -321,10 +322,10 @@ class CheckedRegion:
 
 
 class CheckedPrepare:
-    """What prepares values from weights: on copies, until it was seen not to write to them.
+    """Prepares values from weights: the first time on copies, to see that it doesn't write to them.
 
     :param call: boxed.
-    :param plugin: whose code it is.
+    :param plugin: the author of the code.
     """
 
     def __init__(self, call: Boxed, plugin: str) -> None:

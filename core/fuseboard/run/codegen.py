@@ -20,7 +20,7 @@ from fuseboard.torch_api.profiler import show_in_traces
 
 _function_numbers = count()
 
-#: Types whose values are written as they print.
+#: Values of these types are written as their ``repr``.
 _PLAIN = (type(None), bool, int, str)
 
 #: Operators that are written infix instead of called.
@@ -94,7 +94,7 @@ class Source:
         linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)
         exec(compile(code, filename, "exec"), self.globals)
         function: Callable[..., Any] = self.globals[name]
-        # Nobody can raise from it once it is freed; linecache itself never lets go of such lines.
+        # A freed function can't raise any more; linecache itself would keep such lines for good.
         weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
         function.__fuseboard_source__ = code  # type: ignore[attr-defined]
         if self.spans:

@@ -1,7 +1,7 @@
 """The ``eager`` backend: a region's ops called one by one, in generated flat code.
 
-Always available, always right: it is what every other backend is compared with and falls back
-to. It is also what a plugin uses whose work was done by rewriting the region's graph.
+Always available, always right: every other backend is compared with it and falls back to it.
+Plugins use it, too, where all of their work is rewriting the region's graph.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
 def lower_eagerly(region: Region) -> LoweredRegion:
     """A region as flat Python code that calls its ops in graph order.
 
-    Values are let go right after their last use. The callable is boxed: it empties its list.
+    Values are freed right after their last use. The callable is boxed: it empties its list.
     """
     return LoweredRegion(call=boxed_function(region.graph, region.name))
 
 
 def boxed_function(graph: GraphModule, name: str) -> Boxed:
-    """Compile a graph whose output is a flat tuple into a boxed function."""
+    """Compile a graph that returns a flat tuple into a boxed function."""
     source = Source()
     function_name = source.unique(name.replace(".", "_"))
     names: dict[Node, str] = {}

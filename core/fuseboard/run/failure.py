@@ -24,9 +24,9 @@ def ask(
 ) -> tuple[FailureAction, str]:
     """Ask the failure hook; the setting ``on_failure`` answers where no plugin does.
 
-    It answers, too, where the plugin that was asked fails itself.
+    The setting also answers where that plugin fails.
 
-    :returns: what follows, and who says so, for a message.
+    :returns: the action, and who chose it, for a message.
     """
     try:
         who, action = session.first(
@@ -44,7 +44,7 @@ def ask(
 def decide(
     session: Session, region: str, plugin: str, stage: Stage, error: BaseException
 ) -> FailureAction:
-    """What follows a failure; see :func:`ask`."""
+    """The action after a failure; see :func:`ask`."""
     return ask(session, region, plugin, stage, error)[0]
 
 

@@ -16,7 +16,7 @@ class KeptInputs:
 
     def __init__(self) -> None:
         self._values: list[Callable[[], Any]] | None = None
-        #: What results depended on in that call.
+        #: The state of torch that results depended on in that call.
         self.state: list[Any] = []
 
     def keep(self, inputs: Sequence[Any], static: Collection[int], limit_bytes: int) -> None:
@@ -49,7 +49,7 @@ class KeptInputs:
 
 
 def held(value: Any) -> Callable[[], Any]:
-    """A function that returns the value, in the place of a weak reference to it."""
+    """A function that returns the value, with the interface of a weak reference."""
     return lambda: value
 
 

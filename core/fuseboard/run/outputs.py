@@ -1,8 +1,8 @@
-"""What a region's outputs are like in every call: count, dtypes, shapes and strides.
+"""The form of a region's outputs in every call: count, dtypes, shapes and strides.
 
-The first call holds them against eager's, and against what torch's fake values tell. The others
-hold them against the first, by a condition in the generated function. Where that fails a closer
-look decides: strides that lead nowhere may be any.
+The first call compares it with eager's and with torch's fake values. Later calls compare it with
+the first call's, by a condition in the generated function. Where the condition fails, a closer look
+decides: strides of dimensions without a second element don't matter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fuseboard.run.codegen import Source
 
 #: Calls that look at outputs: so many first ones, and then one of so many.
 FIRST, EVERY = 16, 32
-#: What a look at one output takes, and the share of a call that it may take in each, on the CPU.
+#: What checking one output takes, and the share of a call that checks may take, on the CPU.
 LOOK_US, SHARE = 3.0, 0.002
 
-#: A size or stride that isn't the same in every call, or of which nobody knows.
+#: A size or stride that may differ from call to call.
 _ANY = None
 
 
@@ -45,7 +45,7 @@ class Output:
 
 
 def common_form(expected: Sequence[Any], results: Sequence[Any]) -> tuple[Output, ...]:
-    """What the outputs of a call were like, as far as those of other calls are so, too.
+    """The form of a call's outputs, as far as all calls have it in common.
 
     :param expected: their fake values.
     """
@@ -62,7 +62,7 @@ def _seen(want: Any, got: Any) -> Output:
         return Output(got.dtype, shape, (_ANY,) * len(shape))
     if _ANY not in shape:
         return Output(got.dtype, shape, got.stride())
-    # Eager's strides may be others than the fake ones, and then nobody knows what they depend on.
+    # Where eager's strides differ from the fake ones, what they depend on isn't known.
     strides = tuple(map(_if_fixed, want.stride(), got.stride()))
     known = all(fixed in (_ANY, fake) for fixed, fake in zip(strides, want.stride(), strict=True))
     return Output(got.dtype, shape, strides if known else (_ANY,) * len(shape))

@@ -141,7 +141,7 @@ class Program:
         return self._contained(handlers, cloned, checks)
 
     def trial(self, checks: RegionChecks | None) -> Boxed:
-        """The program by itself: whatever is wrong is raised.
+        """The program without containment: whatever goes wrong is raised.
 
         :param checks: where outputs are to be checked.
         """
@@ -321,7 +321,7 @@ class Program:
     ) -> None:
         """Region calls in order, then the board's own nodes that outputs need.
 
-        :param local: the variable that tells how far the call came; "" for none.
+        :param local: the variable that holds the number of the running site; "" for none.
         """
         results = self.context.results
         returned = {node for site in self.sites for node in site.cut.outputs}
@@ -343,7 +343,7 @@ class Program:
                 names[step] = source.unique(step.name)
                 source.line(f"{names[step]} = {source.call(step, names)}", indent)
             else:
-                # What the region alone still needs, it lets go when it has read it.
+                # Inputs with no further reader are freed by the region itself, as it reads them.
                 handed_over = set() if checks is not None else set(step.cut.inputs) & set(ended)
                 self._write_site(source, names, indent, number, checks, looks, handed_over)
                 ended = [node for node in ended if node not in handed_over]
@@ -361,7 +361,7 @@ class Program:
     ) -> None:
         """One region's call.
 
-        :param handed_over: its inputs that nobody reads after it.
+        :param handed_over: its inputs without later readers.
         """
         site = self.sites[number]
         lowered = site.lowered

@@ -1,8 +1,8 @@
 """The runner: what a compiled graph's calls go through, and what happens when one fails.
 
 The first call goes through a *checked* function: each region's outputs are held against its
-contract and its values, a failing region is replaced, and outputs that share storage they mustn't
-share are cloned from then on. After a call without a failure the plain function takes over.
+contract and its values, a failing region is replaced, and outputs that wrongly share storage are
+cloned from then on. After a call without a failure the plain function takes over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fuseboard.run.sizes import bucket_source
 from fuseboard.run.weights import WeightSets, any_version
 from fuseboard.torch_api.profiler import Spanned
 
-#: What may go well the next time.
+#: Errors that the next call may not have.
 _PASSING = (MemoryError, NotEnoughMemory, torch.OutOfMemoryError)
 
 
@@ -52,10 +52,10 @@ class Runner:
     :ivar program: what ``uninterrupted`` was generated from.
     :ivar uninterrupted: what a call executes unless it is interrupted.
     :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
-    :ivar on_trip: is told the problem of what failed in a call after it was chosen, so that later
-        processes choose something else.
-    :ivar chooser: who still decides which program runs. Nothing else holds it while it waits for
-        what is compiled elsewhere.
+    :ivar on_trip: called with the problem where the chosen program failed in a call, so that later
+        processes choose another one.
+    :ivar chooser: the tuner, until the graph has settled. Nothing else keeps it alive while it
+        waits for what is compiled elsewhere.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Runner:
         self._uncompiled = function
 
     def _run_uncompiled(self, args: list[Any]) -> Sequence[Any]:
-        """Until something is installed; whether its code is ever needed isn't known yet."""
+        """Until a program is installed. The code for eager is made when a call needs it."""
         return self.uncompiled(args)
 
     def install(self, program: Program, checks: RegionChecks | None = None) -> None:
@@ -125,9 +125,9 @@ class Runner:
         self.captured.put(self._instead or function)
 
     def new_sizes(self, program: Program, args: list[Any]) -> Sequence[Any]:
-        """The first call of a new bucket of sizes: a checked one.
+        """The first call of a new bucket of sizes is a checked one.
 
-        Beside the user's calls its results are compared with those of Dynamo's graph instead.
+        Beside the user's calls the results are compared with those of Dynamo's graph instead.
         """
         again = self._every is not None
         checks = RegionChecks(again=again)
@@ -136,7 +136,7 @@ class Runner:
         return program.checked(self, self._cloned, checks)(args)
 
     def run_unprepared(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:
-        """A call whose weights aren't prepared, and it isn't worth preparing them yet."""
+        """Run a call in eager: preparing its weights isn't worth it yet."""
         if not self._told_of_change:
             self._told_of_change = True
             takes = f"the {sets.prepare_s:.2g} s that preparing them again takes"
@@ -151,7 +151,7 @@ class Runner:
         return results
 
     def eager_results(self, inputs: list[Any]) -> Sequence[Any]:
-        """What the caller gets from eager; nothing where eager can't be run beside a call."""
+        """What the caller would get from eager; () where eager can't be run beside a call."""
         if replayable(self.captured.graph):
             return ()
         return self.uncompiled(list(inputs))[: self._visible]
@@ -197,7 +197,7 @@ class Runner:
         """After a region raised: eager's answer, or eager's exception.
 
         An exception that eager raises as well is the user's own and passes through unchanged.
-        A call whose effects may have happened isn't repeated; its failure is raised.
+        A call that may have had effects isn't repeated; its failure is raised.
 
         :param lowered: what the function that failed was built from; another thread may have
             replaced some of it since.
@@ -235,10 +235,10 @@ class Runner:
         return results
 
     def _run_as_captured(self, region: Region, error: BaseException) -> None:
-        """After a region of eager's failed, though the graph as a whole runs in eager.
+        """After a region on eager failed, though the whole graph runs in eager.
 
-        Its results aren't those that torch's fake values tell: they are right, but other regions
-        were compiled for the fake ones. Or it raised, on what other regions made of its inputs.
+        Either its results are right but not laid out as torch's fake values, which other regions
+        were compiled for; or it raised on what other regions gave it.
 
         :raises RegionError: the policy is to raise.
         """
@@ -304,7 +304,7 @@ class Runner:
                 self.on_trip(describe(error))
 
     def report_tripped(self, error: BaseException | None = None) -> None:
-        """Tell with the choice which of its regions run in eager since they failed in a call.
+        """Report which regions of the chosen program run in eager since they failed in a call.
 
         :param error: the latest failure.
         """
@@ -335,7 +335,7 @@ class Runner:
         return True
 
     def _failed_prepare(self, lowered: Sequence[Lowered], inputs: list[Any]) -> int:
-        """The site whose prepare graph raises on these inputs; -1 if none does."""
+        """The number of the site whose prepare graph raises on these inputs; -1 if none does."""
         values = dict(
             zip(self.context.graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
         )

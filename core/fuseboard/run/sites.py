@@ -24,7 +24,8 @@ class Lowered:
     :ivar prepare: takes the region's inputs at ``uses``; None where nothing was hoisted.
     :ivar lower_part: compiles a part of the region's graph in the same way.
     :ivar inner: the regions of the graphs that its higher-order op calls, where these were cut.
-    :ivar by_settings: who rewrote or lowered the region instead of its backend.
+    :ivar by_settings: the plugin or function that the settings name, where it rewrote or lowered
+        the region instead of its backend.
     """
 
     region: Region
@@ -40,7 +41,7 @@ class Lowered:
 
     @property
     def author(self) -> str:
-        """Who is to blame for what the code does."""
+        """The plugin or function that made the code."""
         return self.by_settings or self.region.backend
 
     @property
@@ -55,8 +56,8 @@ class Site:
 
     :ivar dynamo_graph_as: where the code is that of Dynamo's graph, what AOTAutograd captured of
         it, before any rewrite.
-    :ivar outputs: what they were like in the last checked call; empty before one.
-    :ivar tripped: whose code failed in a call, in place of which eager runs.
+    :ivar outputs: their form in the last checked call; empty before one.
+    :ivar tripped: the author of the code that failed in a call, in place of which eager runs.
     """
 
     cut: Cut
@@ -88,9 +89,9 @@ class Site:
 
     @property
     def trusted(self) -> bool:
-        """Whether nobody's code but the board's own runs."""
+        """Whether only the board's own code runs."""
         return self.lowered.author == "eager" and self.lowered.call is self.lowered.code
 
     def see(self, results: Sequence[Any]) -> None:
-        """Note what the outputs of a checked call are like."""
+        """Note the form of a checked call's outputs."""
         self.outputs = common_form([node.meta["val"] for node in self.cut.outputs], results)

@@ -1,4 +1,4 @@
-"""What the sizes in a call follow from, and which sizes are alike."""
+"""Where a call's sizes come from, and which sizes count as alike."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _symbols(candidates: Sequence[tuple[str, Any]]) -> dict[Any, tuple[str, Any]
 def bucket_source(values: Sequence[Any]) -> str:
     """An expression of ``args`` that is equal for calls of like sizes; "" where none is symbolic.
 
-    Sizes are alike where they lie between the same powers of two; 0 and 1 are by themselves.
+    Sizes are alike where they lie between the same powers of two; 0 and 1 are like no others.
 
     :param values: of the graph's inputs, fake.
     """

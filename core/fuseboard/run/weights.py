@@ -1,10 +1,10 @@
 """Prepared values, kept per set of weights.
 
 One compiled graph serves several module instances, so what was prepared from weights belongs to
-the very tensors it was made from. An entry is good for a call when the call's weights have the
-entry's addresses, versions and sampled bytes. Weights are held by weak references whose callback
-drops the entry: an address can't come back under another tensor, and values are freed with the
-module.
+the very tensors it was made from. An entry serves a call if the call's weights have the entry's
+addresses, versions and sampled bytes. Weights are held weakly, and an entry is dropped when one of
+them is freed: so another tensor at the same address isn't mistaken for it, and values are freed
+with the module.
 
 What is noticed: ``optimizer.step``, ``load_state_dict`` with and without ``assign``, ``copy_``
 and every other in-place op (versions); a replaced parameter or submodule, ``.data =`` (addresses);
@@ -13,11 +13,11 @@ write through ``.data`` to part of a tensor that misses the samples; call
 :func:`refresh` after one. Inference tensors have no versions, so any write to part of one would go
 unseen: what was prepared from them serves the call that prepared it, and no other.
 
-Preparing takes time, and pays if enough calls follow before the weights change again, which nobody
-knows. So it is with skis: they are rented until the rents come to their price, then bought. Calls
-after a change run without, until what they lose by it comes to the time of preparing; so at most
-twice as much is lost as if one knew. Where values go stale before they have paid, the next wait is
-twice as long: weights that never rest are prepared ever more rarely.
+Preparing takes time, and pays if enough calls follow before the weights change again, which isn't
+known in advance. This is the ski rental problem: rent until the rents add up to the price, then
+buy. Calls after a change run without prepared values until what they lost adds up to the time of
+preparing, so at most twice the optimum is lost. Where values go stale before they have paid, the
+next wait is twice as long, so that weights that keep changing are prepared ever more rarely.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Samples:
 
 
 def _group(size: int, addresses: Sequence[int]) -> tuple[Any, Any, bytes]:
-    """All memory from the first word to the last, of which nothing else is read; and the words."""
+    """An array over all memory from the first word to the last; the words' places, and bytes."""
     import numpy
 
     first = min(addresses)

@@ -22,7 +22,7 @@ from fuseboard.torch_api.nodes import target_name
 
 @dataclass(eq=False)
 class Candidate:
-    """A plan's regions, and what became of them.
+    """A plan's regions, and the program that was made of them.
 
     :ivar lowering: strict; its report is this candidate's own.
     :ivar row: its row in the graph's report.
@@ -30,7 +30,7 @@ class Candidate:
     :ivar postponed: it is to be lowered in this process, by a later call.
     :ivar program: None until it is lowered, and again once it has lost.
     :ivar proven: its outputs were right, in this process or an earlier one.
-    :ivar undecided: it is out in this process, for a reason that says nothing to later ones.
+    :ivar undecided: it is out in this process for a reason that needn't hold in later ones.
     :ivar dynamo_site: Dynamo's graph as its code, where nothing has to be lowered.
     """
 
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def authors(self) -> list[str]:
-        """The backends whose code it is made of, eager left out."""
+        """The authors of its code, without eager."""
         sites = self.program.sites if self.program is not None else []
         found = [site.lowered.author for site in sites] or [cut.backend for cut in self.cuts]
         return [name for name in found if name != "eager"]

@@ -1,7 +1,7 @@
 """The strides of a graph's results, held against eager's.
 
-Each region may be right by itself: what it is given by other regions may be laid out as torch's
-fake values say, which isn't always as eager does.
+Each region may be right, and the graph still be wrong: regions lay out what they pass to each other
+as torch's fake values say, which isn't always eager's layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fuseboard.run.runner import Runner
 
 
 class Layouts:
-    """How eager lays out what the caller of one call gets; found out when first asked for."""
+    """The layout of eager's results for one call; computed when it is first needed."""
 
     def __init__(self, runner: Runner, inputs: list[Any]) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Timing of alternatives in turn, so that what the machine does meanwhile hits all of them."""
+"""Timing of alternatives in turn, so that disturbances of the machine hit all of them alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuseboard.hookspecs import hookimpl
 
 #: Rounds that are measured where the budget allows, and at most.
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
-#: Rounds without which noise decides, and for how many budgets they may go on.
+#: Fewer rounds are decided by noise: so many are made, for up to this many budgets of time.
 FEW_ROUNDS, PATIENCE = 3, 5
 #: Rounds end before the budget where every median is known to a share of itself.
 NARROW = 0.01

@@ -4,9 +4,9 @@ What is measured differs from rank to rank. Were each to follow its own measurem
 round otherwise, or save other values, and parameters that should stay equal would drift apart.
 
 Ranks talk through the key-value store of their process group, not by collectives: that needs no
-GPU, disturbs no collective of the job, waits no longer than it is told to, and knows who is
-missing. All ranks must ask for the same things, in the same order among those of one name. Nothing
-happens where ``torch.distributed`` isn't initialised, or where there is one rank.
+GPU, disturbs no collective of the job, has time limits, and names the ranks that are missing. All
+ranks must ask for the same things, in the same order among those of one name. Nothing happens where
+``torch.distributed`` isn't initialised, or where there is one rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Decide = Callable[[Callable[[], Any]], Any]
 #: How long other ranks are waited for, in seconds: they may be compiling or measuring.
 WAIT_S = 600.0
 _SLOWEST_POLL_S = 0.1
-#: How much longer rank 0 is waited for that itself waits: it tells who is missing.
+#: The other ranks wait this much longer than rank 0, so that its error, which names the missing
+#: ranks, reaches them.
 _GRACE_S = 10.0
 #: How many ranks, and how much of a part's text, an error shows.
 _SHOWN_RANKS, _SHOWN_TEXT = 8, 80
@@ -187,7 +188,7 @@ _counting = threading.Lock()
 
 
 def _job(group: Any) -> _Job | None:
-    """This process among its ranks; None where it has nobody to agree with."""
+    """This process among its ranks; None where there are no other ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     if group is None:

@@ -41,7 +41,7 @@ class Timing:
     def __call__(
         self, candidates: Sequence[Candidate], inputs: list[Any], kept: KeptCopies
     ) -> tuple[dict[Candidate, Measurement], dict[Candidate, BaseException]]:
-        """What each one takes, and the exceptions of those that raised, or did what they mustn't.
+        """The time of each, and the errors of those that raised or broke their contract.
 
         :param kept: copies of the inputs. The inputs themselves are used: each candidate has run
             without writing to copies, and what is prepared from weights belongs to them.
@@ -98,7 +98,7 @@ class Timing:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds for all rounds, which end by themselves as soon as calls do."""
+        """The limit for all rounds together, in seconds."""
         settings = self._session.settings
         return min(settings.hook_limit_s, ROUNDS_LIMIT_S + ROUNDS_LIMIT_FACTOR * settings.measure_s)
 
@@ -169,7 +169,7 @@ class Timing:
 
 
 def _changing(calls: Mapping[Candidate, Callable[[], Any]]) -> dict[Candidate, BaseException]:
-    """The candidates of which one more call changes the process; what it changed is put back."""
+    """The candidates that change the process in one more call; the change is undone."""
     found: dict[Candidate, BaseException] = {}
     for candidate, call in calls.items():
         with StateGuard(CALL_PARTS) as state:

@@ -55,7 +55,7 @@ class Tuner:
     :param static: positions of inputs that are parameters or buffers.
     :param mode: the fake mode that the graph was captured under.
     :param stored: where decisions are kept.
-    :param installed: is told of each winner.
+    :param installed: called with each winner.
     :param decide: answers what a function does, or what it did on another rank.
     """
 
@@ -125,7 +125,7 @@ class Tuner:
             background.add(self)
 
     def _report_settled(self) -> None:
-        """Say so in the report; until then the runner, so whoever calls it, keeps this alive."""
+        """Note in the report whether all is tried. Until it is, the runner keeps this alive."""
         had_settled, self._report.settled = self._report.settled, self.settled
         self._runner.chooser = None if self.settled else self
         if self.settled and not had_settled:
@@ -201,7 +201,7 @@ class Tuner:
         args.clear()
         with self._lock:
             if self._due:
-                self._runner.interrupt(None)  # whatever becomes of this, calls go on without
+                self._runner.interrupt(None)  # later calls run normally, even if this one raises
                 self._compare(inputs)
                 if self._due and self._session.settings.settle == "first_call":
                     self._runner.interrupt(None)
@@ -241,7 +241,7 @@ class Tuner:
         try:
             self._compare_due(inputs)
         finally:
-            self._report_settled()  # whoever interrupts it has decided
+            self._report_settled()  # also where Ctrl-C ended the comparison
 
     def _compare_due(self, inputs: list[Any]) -> None:
         due, self._due = self._due, []
@@ -380,7 +380,7 @@ class Tuner:
         left = list(times)
         return left[choose(list(times.values()), self._session.settings.margin)]
 
-    # --- what comes of it -----------------------------------------------------------------------
+    # --- the outcome ----------------------------------------------------------------------------
 
     def _install(self, candidate: Candidate) -> None:
         assert candidate.program is not None

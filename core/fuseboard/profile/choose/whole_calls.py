@@ -1,12 +1,12 @@
 """Choose for calls end to end: what was compiled, or Dynamo's own graph.
 
-Forward and backward are chosen apart, each against AOTAutograd's graph run op by op. Together they
-may still be slower than what the model does without a compiler, whose ops weren't taken apart. So
-when both have settled, the next call times forward and backward of the two.
+Forward and backward are chosen separately, each against AOTAutograd's graph run op by op. Together
+they may still be slower than the model without a compiler, whose ops weren't decomposed. So once
+both have settled, the next call times forward and backward of compiled code and of Dynamo's graph.
 
-The same goes for inference graphs that Dynamo's can't take the place of. Where one writes to its
-inputs, as to a cache of keys and values, AOTAutograd's graph makes each of them anew, and its
-caller copies them back.
+The same is done for inference graphs that don't have Dynamo's graph as a candidate, such as those
+that write to their inputs (a cache of keys and values): AOTAutograd's graph computes each of these
+anew, and its caller copies them back.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def _is_special(graph: GraphModule) -> bool:
     )
 
 
-#: What is told where Dynamo's graph runs, by the kind of the graph whose report tells it.
+#: What the report of a graph of each kind says where Dynamo's graph runs.
 _RUNS = {
     "forward": "forward and backward run as Dynamo's own graph under autograd",
     "inference": "calls run as Dynamo's own graph",
 }
 
-#: What the times are of.
+#: What was timed.
 _SUBJECTS = {"forward": "forward and backward together", "inference": "whole calls"}
 
 
@@ -319,10 +319,10 @@ def note_dynamo_runs(kind: str, us: Mapping[str, float], runners: Sequence[Runne
 
 
 def give_up(runner: Runner, instead: str, problem: str = "") -> None:
-    """Nobody is to call, or to wait for, what was compiled of a graph: Dynamo's own runs.
+    """Let Dynamo's own graph run for good; :func:`fuseboard.wait` doesn't wait for the runner.
 
     :param instead: why, in a sentence.
-    :param problem: of all that was compiled; "" where it is right, and was slower.
+    :param problem: of all that was compiled; "" where it is right but slower.
     """
     report = runner.report
     if runner.chooser is not None:
