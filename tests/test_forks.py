@@ -7,7 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -30,12 +30,11 @@ def held_elsewhere(locks: Sequence[Any]) -> Iterator[None]:
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        for lock in locks:
-            lock.acquire()
-        held.set()
-        over.wait()
-        for lock in locks:
-            lock.release()
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            held.set()
+            over.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -120,6 +121,49 @@ def test_six_threads_train():
 
 def f(x):
     return x.sigmoid().sum(0) * 2
+
+
+def test_others_go_on_while_a_backward_is_compiled():
+    """Compiled functions are called during its traces, and others compiled, as if nothing was."""
+    tracing, called = threading.Event(), threading.Event()
+
+    def tanh_backward(grad, result):
+        if not tracing.is_set():
+            tracing.set()
+            called.wait(30)
+            time.sleep(0.3)  # the other thread is in Dynamo, or waits for it
+        return grad * (1 - result * result)
+
+    def decompositions(kind):
+        return {torch.ops.aten.tanh_backward.default: tanh_backward} if kind == "backward" else {}
+
+    def tanh(x):
+        return x.tanh() * 2
+
+    x = rnd(5, 7)
+    layers = nn.Sequential(nn.Linear(7, 7), nn.ReLU())
+    known, other = compiled(lambda t: t.sin() + 1), compiled(layers)
+    known(x)
+    found = {}
+
+    def work(number):
+        if number == 0:
+            found["trained"] = step(trained, x)
+            return
+        assert tracing.wait(30)
+        try:
+            found["known"] = known(x)
+        finally:
+            called.set()
+        found["other"] = other(x)
+
+    with plugged(decompositions=decompositions):
+        trained = compiled(tanh, "fake")
+        in_threads(2, work)
+        assert tracing.is_set()
+    expected = {"trained": step(tanh, x), "known": x.sin() + 1, "other": layers(x)}
+    torch.testing.assert_close(found, expected)
+    assert not all_trips()
 
 
 def test_settings_around_the_compile_hold_for_the_backward():

@@ -22,6 +22,11 @@ def fork_safe_lock() -> threading.RLock:
     return lock
 
 
+def make_fork_safe(lock: Any) -> None:
+    """Let a forked child find a lock of somebody else's free, a ``threading.RLock``, too."""
+    _locks.add(lock)
+
+
 def _after_fork() -> None:
     for lock in list(_locks):  # what CPython's own modules do with theirs has no public name
         if not lock._is_owned():

@@ -19,7 +19,6 @@ from fuseboard.board import Session
 from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed, Event, Region
 from fuseboard.errors import CONTAINED
-from fuseboard.forks import fork_safe_lock
 from fuseboard.lower.static import StaticGraph, with_sizes
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.signature import signature
@@ -31,10 +30,11 @@ from fuseboard.run.failure import contained, trip
 from fuseboard.run.sizes import size_sources
 from fuseboard.run.weights import WeightSets, any_version, run_prepare
 from fuseboard.torch_api import symbols as torch_symbols
+from fuseboard.torch_api.compiling import CompileLock
 
-#: Held while something is compiled. Dynamo holds a lock of its own, but backwards are compiled
-#: outside of it, and specialisations in the middle of a call.
-compile_lock = fork_safe_lock()
+#: Held while something is compiled: backwards are compiled outside of Dynamo, and specialisations
+#: in the middle of a call.
+compile_lock = CompileLock()
 
 
 class Code(Protocol):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fuseboard.torch_api.compiling import alone_in_tracing
+
 
 @dataclass(frozen=True)
 class InputRoles:
@@ -270,6 +272,7 @@ def retrace(
         _beside_real_tensors(mode),
         enable_python_dispatcher(),
         torch.fx.traceback.preserve_node_meta(),
+        alone_in_tracing(),
     ):
         return make_fx(torch.fx.Interpreter(graph).run, decomposition_table=table)(*inputs)
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from fuseboard.torch_api.compiling import alone_in_tracing
 from fuseboard.torch_api.internals import fake_mode_of, isolated_tracing
 
 #: Calls with tensors and numbers, in the order of a function's parameters.
@@ -96,7 +97,7 @@ def trace_joint(
 def _traced(function: Function, values: Sequence[Any], table: Table) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with _fakes_of(values):
+    with _fakes_of(values), alone_in_tracing():
         before = _versions(values)
         function(*values)
         # Writes to inputs stay in the graph, to be seen; AOTAutograd moves them to its end.
