@@ -250,6 +250,7 @@ UNARY = {
     "eye": lambda x: torch.eye(3) * x.sum(),
     "count": lambda x: torch.count_nonzero(x > 0),
     "dropout_eval": lambda x: F.dropout(x, training=False),
+    "add_number": lambda x: aten.add.Scalar(x, 1.5),
     "alpha": lambda x: torch.add(x, x, alpha=0.3),
     "sub_alpha": lambda x: torch.sub(x, x * x, alpha=2),
     "baddbmm": lambda x: torch.baddbmm(

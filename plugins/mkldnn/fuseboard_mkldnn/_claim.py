@@ -12,6 +12,7 @@ import fuseboard
 from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._conv import is_convolution, is_folded_norm
 from fuseboard_mkldnn._graph import aten, calls, is_view
+from fuseboard_mkldnn._layer_norm import layer_norms
 from fuseboard_mkldnn._linear import is_linear
 from fuseboard_mkldnn._lstm import is_lstm
 from fuseboard_mkldnn._pointwise import post_op
@@ -42,6 +43,7 @@ def claim(graph: GraphModule, kind: str) -> list[fuseboard.Claim | fuseboard.Dec
     if not main:
         return [_decline(node, "nothing here for oneDNN") for node in nodes]
     native = main | _around(main) | {node for node in nodes if node.target in GOOD_KERNELS}
+    native.update(node for found in layer_norms(graph) for node in found.nodes)
     return fuseboard.claim_nodes(graph, why_not, native=native.__contains__)
 
 

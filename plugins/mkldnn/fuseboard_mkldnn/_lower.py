@@ -10,12 +10,19 @@ from torch.fx import GraphModule
 import fuseboard
 from fuseboard_mkldnn._bindings import bind
 from fuseboard_mkldnn._exact import Guard, fast_copy
+from fuseboard_mkldnn._graph import aten
+from fuseboard_mkldnn._layer_norm import layer_norms
 from fuseboard_mkldnn._layout import sink_conversions
 from fuseboard_mkldnn._memory import compute_once, drop_copies, join_views, write_in_place
 
 
 def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     """Tidy the rewritten graph, and turn it into code; twice where NaN must be kept apart."""
+    for found in layer_norms(region.graph):
+        x, weight, eps, _, bias = found.arguments.values()
+        args = (x, [x.meta["val"].shape[-1]], weight, bias, eps)
+        kernel = aten.native_layer_norm.default
+        fuseboard.replace_composite(region.graph, found, kernel, args, {0: found.results["y"]})
     fast = fast_copy(region.graph)
     exact = _lower_graph(region, region.graph)
     if fast is None:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 import fuseboard
 from fuseboard_onnxruntime._forms import why_not_claimed
+from fuseboard_onnxruntime._simplify import composites
 
 aten: Any = torch.ops.aten
 
@@ -54,6 +55,7 @@ def claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
     eager's, and several times slower than what a compiler makes of it.
     """
     native = {node for node in graph.graph.nodes if node.target in _NATIVE}
+    native.update(node for found in composites(graph) for node in found.nodes)
     for node in list(native):
         native.update(_around(node))
     return fuseboard.claim_nodes(graph, why_not_claimed, native=native.__contains__)

@@ -40,7 +40,7 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     results = graph.graph.output_node().args[0]
     expected = [node.meta["val"] if isinstance(node, Node) else None for node in results]
     graph = GraphModule(graph, _nodes_of(graph))
-    first_results(graph.graph)
+    first_results(graph)
     graph = decompose(graph)
     plain, inputs = _row_major(graph, expected, permuted)
     promote(plain)

@@ -32,7 +32,10 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
         when.floats_only,
     ),
     ("elu", when.elu),
-    ("add.Tensor sub.Tensor rsub.Scalar mul.Tensor maximum minimum neg sign", when.no_bool),
+    (
+        "add.Tensor add.Scalar sub.Tensor rsub.Scalar mul.Tensor maximum minimum neg sign",
+        when.no_bool,
+    ),
     ("clamp", when.no_bool),
     ("bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not", None),
     ("div.Tensor", None),

@@ -1,63 +1,94 @@
-"""Ops of several results of which one is read, as ops of one result: the faster ones."""
+"""Ops of several results of which one is read, as ops of one result: the faster ones.
+
+Norms and attention are the board's composites, so that those that are written out are found, too.
+"""
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+
+import fuseboard
+from fuseboard_onnxruntime._torch_internals import known_true
 
 aten: Any = torch.ops.aten
 
 
-def first_results(graph: Graph) -> None:
-    """Attention without its logsumexp, layer norm without its statistics, pools without indices."""
-    for node in list(graph.nodes):
-        make = _FORMS.get(node.target) if node.op == "call_function" else None
-        if make is None or not _only_first(node):
-            continue
-        for item in list(node.users):
-            with graph.inserting_before(item):
-                new = make(graph, node)
-            if new is None:
-                break
-            new.meta = dict(item.meta)
-            item.replace_all_uses_with(new)
-            graph.erase_node(item)
-        if not node.users:
-            graph.erase_node(node)
+def first_results(graph: GraphModule) -> None:
+    """Attention without its logsumexp, norms without their statistics, pools without indices."""
+    for found in composites(graph):
+        target, args = _CALLS[found.name](**found.arguments)
+        fuseboard.replace_composite(graph, found, target, args)
+    pools = aten.max_pool2d_with_indices.default
+    for node in graph.graph.find_nodes(op="call_function", target=pools):
+        if _only_first(node) and _is_never_negative(node.args[0]):
+            _read_first(graph.graph, node)
+
+
+def composites(graph: GraphModule) -> list[fuseboard.Composite]:
+    """Those that are written as one op."""
+    return fuseboard.find_composites(graph, _CALLS.keys(), _fits)
+
+
+def _fits(found: fuseboard.Composite) -> bool:
+    """Whether nothing but the result is read, and ONNX has a form of it that is proven."""
+    if found.results.keys() != {"y"}:
+        return False
+    if found.name == "attention":
+        return found.form == _ATTENTION
+    if found.form == str(aten.native_layer_norm.default):
+        return True
+    given = [value for value in found.arguments.values() if isinstance(value, Node)]
+    values = [node.meta["val"] for node in (*given, found.results["y"])]
+    return all(one.dtype == torch.float32 and known_true(one.numel() > 0) for one in values)
+
+
+#: What claims are made of; conditions on its operands are those of the op table.
+_ATTENTION = str(aten._scaled_dot_product_flash_attention_for_cpu.default)
+
+
+def _attention(
+    query: Node, key: Node, value: Node, mask: Any, causal: bool, scale: float, grouped: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    args = (query, key, value, mask, 0.0, causal, scale, grouped)
+    return torch.ops.aten.scaled_dot_product_attention.default, args
+
+
+def _layer_norm(x: Node, weight: Any, bias: Any, eps: float, dims: int) -> tuple[Any, Any]:
+    return aten.layer_norm.default, (x, list(x.meta["val"].shape[-dims:]), weight, bias, eps)
+
+
+def _rms_norm(x: Node, weight: Any, eps: float, dims: int) -> tuple[Any, Any]:
+    return torch.ops.fuseboard_onnxruntime.rms_norm.default, (x, weight, eps, dims)
+
+
+@torch.library.custom_op("fuseboard_onnxruntime::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dims: int) -> torch.Tensor:
+    """Written as ONNX; torch's own op falls into others when a graph is traced."""
+    return torch.rms_norm(x, x.shape[-dims:], weight, eps)
+
+
+rms_norm.register_fake(lambda x, weight, eps, dims: torch.empty_like(x))
+
+_CALLS = {"attention": _attention, "layer_norm": _layer_norm, "rms_norm": _rms_norm}
 
 
 def _only_first(node: Node) -> bool:
     return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
 
 
-def _attention(graph: Graph, node: Node) -> Node:
-    query, key, value, *rest = node.args
-    _, is_causal = (*rest, *(0.0, False)[len(rest) :])
-    size = query.meta["val"].shape[-1]  # type: ignore[union-attr]
-    scale = node.kwargs.get("scale")
-    given = {
-        "attn_mask": node.kwargs.get("attn_mask"),
-        "is_causal": is_causal or node.kwargs.get("is_causal", False),
-        "scale": 1 / math.sqrt(size) if scale is None else scale,
-    }
-    return graph.call_function(
-        aten.scaled_dot_product_attention.default, (query, key, value), given
-    )
-
-
-def _layer_norm(graph: Graph, node: Node) -> Node:
-    return graph.call_function(aten.layer_norm.default, node.args)
-
-
-def _max_pool(graph: Graph, node: Node) -> Node | None:
-    """The form of elements of which none is negative; None where some may be."""
-    if not _is_never_negative(node.args[0]):
-        return None
-    return graph.call_function(aten.max_pool2d.default, node.args)
+def _read_first(graph: Graph, node: Node) -> None:
+    """A pool of elements of which none is negative, in its ONNX form without indices."""
+    for item in list(node.users):
+        with graph.inserting_before(item):
+            new = graph.call_function(aten.max_pool2d.default, node.args)
+        new.meta = dict(item.meta)
+        item.replace_all_uses_with(new)
+        graph.erase_node(item)
+    graph.erase_node(node)
 
 
 def _is_never_negative(value: Any) -> bool:
@@ -88,9 +119,3 @@ _KEEP_SIGNS = frozenset(
         *(aten.view.default, aten.permute.default, aten.slice.Tensor, aten.clone.default),
     }
 )
-
-_FORMS = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten.native_layer_norm.default: _layer_norm,
-    aten.max_pool2d_with_indices.default: _max_pool,
-}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fuseboard_onnxruntime import _simplify as _simplify  # defines an op
 from fuseboard_onnxruntime._size_arithmetic import size_arithmetic
 
 aten: Any = torch.ops.aten
@@ -117,6 +118,17 @@ def translations() -> dict[Any, Callable[..., Any]]:
         result, *_ = op.LayerNormalization(input, weight, bias, axis=axis, epsilon=eps)
         return result
 
+    def rms_norm(input, weight, eps, dims):
+        """In the form that ONNX Runtime has one kernel for: by the root, with a weight."""
+        axes = list(range(-dims, 0))
+        if weight is None:
+            shape = op.Shape(input, start=axes[0])
+            weight = op.Expand(op.CastLike(1.0, input), shape)
+        squares = op.Pow(input, op.CastLike(2.0, input))
+        mean = op.ReduceMean(squares, op.Constant(value_ints=axes), keepdims=1)
+        root = op.Sqrt(op.Add(mean, op.CastLike(eps, input)))
+        return op.Mul(op.Div(input, root), weight)
+
     def gelu(self, approximate="none"):
         """In the order of operands in which ONNX Runtime knows it as one op."""
         half, one = (op.CastLike(number, self) for number in (0.5, 1.0))
@@ -159,6 +171,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
         aten.max_pool2d.default: max_pool_of_no_negative,
         aten.scaled_dot_product_attention.default: attention,
         aten.layer_norm.default: layer_norm,
+        torch.ops.fuseboard_onnxruntime.rms_norm.default: rms_norm,
         aten.sign.default: sign,
         aten.clamp.default: clamp,
         aten.pow.Tensor_Scalar: power,

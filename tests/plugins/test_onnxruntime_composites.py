@@ -1,0 +1,103 @@
+"""Norms, however they are written, are one kernel of ONNX Runtime each."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.support.backends import all_trips, compiled, last_graph
+from tests.support.values import assert_closer, rnd
+from tests.test_composites import (
+    LAYER,
+    RMS,
+    layer_of_torch,
+    rms,
+    rms_of_gemma,
+    rms_of_torch,
+    traced,
+)
+
+ort = pytest.importorskip("onnxruntime", reason="needs the extra onnxruntime")
+onnx = pytest.importorskip("onnx", reason="needs the extra onnxruntime")
+
+from fuseboard_onnxruntime._convert import convert  # noqa: E402 - after the skip
+
+OPTIONS = {"on_failure": "raise", "verify": "always", "min_region_us": 0}
+
+
+def kernels_of(directory, function, *inputs) -> Counter[str]:
+    """What ONNX Runtime makes of a function: operators of its optimised graph."""
+    graph = traced(function, *inputs)
+    output = graph.graph.output_node()
+    output.args = (tuple(output.args[0]),)
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(directory / "optimised.onnx")
+    options.log_severity_level = 3
+    ort.InferenceSession(convert(graph).proto, options, providers=["CPUExecutionProvider"])
+    model = onnx.load(options.optimized_model_filepath)
+    return Counter(node.op_type for node in model.graph.node)
+
+
+@pytest.mark.parametrize("function", [*LAYER, layer_of_torch], ids=lambda f: f.__name__)
+@pytest.mark.whole
+def test_layer_norms_are_one_kernel(function, tmp_path):
+    inputs = rnd(2, 3, 16), rnd(16, seed=1), rnd(16, seed=2)
+    assert kernels_of(tmp_path, function, *inputs) == {"LayerNormalization": 1}
+
+
+@pytest.mark.parametrize("function", [*RMS, rms_of_torch], ids=lambda f: f.__name__)
+@pytest.mark.whole
+def test_rms_norms_are_one_kernel(function, tmp_path):
+    """Also beside an op for which the graph is traced again."""
+
+    def model(x, w):
+        return function(x, w) + x.var(-1, keepdim=True)
+
+    kernels = kernels_of(tmp_path, model, rnd(2, 3, 16), rnd(16, seed=1))
+    assert kernels["SimplifiedLayerNormalization"] == 1
+    assert kernels["Reciprocal"] == kernels["Pow"] == 0
+
+
+def model(x, w, b):
+    return (
+        *(function(x, w, b) @ x[0].t() for function in LAYER),
+        *(function(x, w) @ x[0].t() for function in (*RMS, rms_of_torch)),
+        rms(x) @ x[0].t(),
+    )
+
+
+def exact_model(x, w, b):
+    """Without casts to float32, which some of the functions have."""
+    x, w, b = x.double(), w.double(), b.double()
+    weights = [w + 1 if function is rms_of_gemma else w for function in (*RMS, rms_of_torch)]
+    layers = [layer_of_torch(x, w, b) for _ in LAYER]
+    return tuple(y @ x[0].t() for y in (*layers, *(rms(x) * one for one in weights), rms(x)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_values(dynamic):
+    """As near to float64 as eager's, at a mean of 10 as well, all of it on ONNX Runtime."""
+    run = compiled(model, "onnxruntime", "eager", dynamic=dynamic, **OPTIONS)
+    w, b = rnd(16, seed=1), rnd(16, seed=2)
+    for x in (rnd(3, 3, 16), rnd(5, 3, 16, seed=3) + 10):
+        with torch.no_grad():
+            got = run(x, w, b)
+        assert_closer(got, reference=exact_model(x, w, b), rival=model(x, w, b))
+    assert all_trips() == []
+    assert {region.backend for region in last_graph("inference").regions} == {"onnxruntime"}
+
+
+def test_what_isnt_a_number():
+    """NaN and infinities stay where they are."""
+    x = torch.stack([rnd(16), rnd(16, seed=1), rnd(16, seed=2), torch.zeros(16)])
+    x[0, 3], x[1, 5], x[2, 7] = torch.nan, torch.inf, -torch.inf
+    w, b = rnd(16, seed=3), rnd(16, seed=4)
+
+    def norms(x, w, b):
+        return tuple(f(x, w, b) for f in LAYER) + tuple(f(x, w) for f in (*RMS, rms_of_torch))
+
+    with torch.no_grad():
+        got = compiled(norms, "onnxruntime", "eager", **OPTIONS)(x, w, b)
+    torch.testing.assert_close(got, norms(x, w, b), equal_nan=True)
