@@ -312,6 +312,27 @@ def train_bert(batch: int = 4, length: int = 128, layers: int = 4) -> Workload:
     return Workload(_Loss(_Call(model, "logits", "input_ids")), inputs, training=True)
 
 
+def train_masked_bert(batch: int = 4, length: int = 128) -> Workload:
+    """A masked-language model, 4 layers of 256; no dropout, so that a step has a reference."""
+    model = _from_config(
+        "BertForMaskedLM",
+        "BertConfig",
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ).train()
+    inputs = _pool(
+        lambda g: (
+            torch.randint(30522, (batch, length), generator=g),
+            torch.randint(30522, (batch, length), generator=g),
+        )
+    )
+    return Workload(_Loss(_Call(model, "logits", "input_ids")), inputs, training=True)
+
+
 def train_resnet18(batch: int = 32, size: int = 32) -> Workload:
     model = _from_config(
         "ResNetForImageClassification",

@@ -90,6 +90,12 @@ _MODELS = (
         kind="training",
     ),
     Model(
+        "train-masked-bert",
+        "masked-language BERT, 4 layers of 256, 4x128; a step with AdamW",
+        "train_masked_bert",
+        kind="training",
+    ),
+    Model(
         "train-resnet18",
         "ResNet-18, 32x3x32x32, 10 classes; a step with AdamW",
         "train_resnet18",

@@ -12,7 +12,7 @@ from torch._inductor.compile_fx import compile_fx
 import fuseboard
 from tests.support.attention import found, no_further, rewrite_however_small
 from tests.support.backends import all_trips, compiled
-from tests.support.transformers_models import MODELS, eager_model
+from tests.support.transformers_models import DROPOUT, MODELS, base_model, eager_model
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,21 @@ def test_models_of_the_transformers_library(which, train):
     assert not all_trips()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("which", MODELS)
+def test_it_is_found_at_base_size(which, train):
+    """In a layer of the width, heads and tokens of images and sound that models have."""
+    pytest.importorskip("transformers")
+    model, inputs, count = base_model(which)
+    model.train(train)
+    with torch.set_grad_enabled(train):
+        results = [one(**inputs)[0] for one in (compiled(model), model)]
+    assert found() == count
+    assert not all_trips()
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 # --- what is saved for the backward ---------------------------------------------------------------
 
 
@@ -97,13 +112,17 @@ def saved_bytes(model, inputs):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rewritten", [True, False], ids=["rewritten", "as_written"])
+@pytest.mark.parametrize("form", ["rewritten", "as_written", "with_dropout"])
 @pytest.mark.parametrize("which", MODELS)
-def test_a_model_saves_no_more_than_inductor(which, rewritten, monkeypatch):
-    """By default, with every backend that is installed: written as one op, and left as written."""
+def test_a_model_saves_no_more_than_inductor(which, form, monkeypatch):
+    """By default, with every backend that is installed: written as one op, and left as written.
+
+    With a dropout it is left as written, since the kernel draws no mask: eager's is drawn.
+    """
     pytest.importorskip("transformers")
-    if not rewritten:
+    if form == "as_written":
         monkeypatch.undo()
+    further = DROPOUT[which] if form == "with_dropout" else {}
     options = {
         **{"policy": "priority", "settle": "in_calls", "verify": "off"},
         "stages.lower": f"{__name__}:lowered_eagerly",
@@ -111,9 +130,9 @@ def test_a_model_saves_no_more_than_inductor(which, rewritten, monkeypatch):
     saved = []
     for backend in (split_by_inductor, "fuseboard"):
         torch._dynamo.reset()
-        model, inputs, count = eager_model(which)
+        model, inputs, count = eager_model(which, further)
         more = {"options": options} if backend == "fuseboard" else {}
         saved.append(saved_bytes(torch.compile(model.train(), backend=backend, **more), inputs))
-    assert found() == (count if rewritten else 0)
+    assert found() == (count if form == "rewritten" else 0)
     assert saved[1] <= saved[0]
     assert not all_trips()

@@ -80,12 +80,82 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-def eager_model(name: str) -> tuple[torch.nn.Module, dict[str, Any], int]:
-    """A model whose attention is written out, inputs for it, and its number of attentions."""
+#: What each drops of its probabilities in training; above they drop nothing.
+DROPOUT: dict[str, dict[str, Any]] = {
+    name: {field: 0.1}
+    for field, names in {
+        "attention_probs_dropout_prob": ("bert", "roberta", "albert", "vit", "swin"),
+        "attention_dropout": ("distilbert", "llama", "mistral", "phi", "bart", "whisper"),
+        "attn_pdrop": ("gpt2",),
+        "dropout_rate": ("t5",),
+    }.items()
+    for name in names
+}
+
+_WIDE = {"num_hidden_layers": 1, "num_attention_heads": 12, "hidden_size": 768}
+_WIDE_DENSE = {**_WIDE, "intermediate_size": 3072}
+_WIDE_LLAMA = {**_WIDE_DENSE, "num_key_value_heads": 4}
+_WIDE_IMAGES = {"pixel_values": torch.zeros(1, 3, 224, 224)}
+#: One layer of each, as wide as the base size has it: its fields, and inputs where others are
+#: needed, and the number of attentions.
+BASE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    **{name: (_WIDE_DENSE, {}, 1) for name in ("bert", "roberta")},
+    "albert": ({**_WIDE_DENSE, "embedding_size": 128}, {}, 1),
+    "distilbert": ({"dim": 768, "n_layers": 1, "n_heads": 12, "hidden_dim": 3072}, {}, 1),
+    "gpt2": ({"n_embd": 768, "n_layer": 1, "n_head": 12}, {}, 1),
+    "llama": (_WIDE_LLAMA, {}, 1),
+    "mistral": (_WIDE_LLAMA, {}, 1),
+    "phi": (_WIDE_LLAMA, {}, 1),
+    "t5": ({"d_model": 768, "num_layers": 1, "num_heads": 12, "d_kv": 64, "d_ff": 3072}, {}, 1),
+    "bart": (
+        {
+            **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+            **{f"{part}_attention_heads": 12 for part in ("encoder", "decoder")},
+            **{f"{part}_ffn_dim": 3072 for part in ("encoder", "decoder")},
+            "d_model": 768,
+        },
+        {},
+        3,
+    ),
+    "vit": ({**_WIDE_DENSE, "image_size": 224, "patch_size": 16}, _WIDE_IMAGES, 1),
+    "swin": (
+        {
+            **{"image_size": 224, "patch_size": 4, "embed_dim": 128, "window_size": 7},
+            **{"depths": [1, 1, 1, 1], "num_heads": [4, 8, 16, 32]},
+        },
+        _WIDE_IMAGES,
+        4,
+    ),
+    "whisper": (
+        {
+            **{"d_model": 512, "encoder_layers": 1, "encoder_attention_heads": 8},
+            **{"encoder_ffn_dim": 2048, "num_mel_bins": 80, "max_source_positions": 1500},
+        },
+        {"input_features": torch.zeros(1, 80, 3000)},
+        1,
+    ),
+}
+
+
+def base_model(name: str) -> tuple[torch.nn.Module, dict[str, Any], int]:
+    """One layer as wide as the base size; else as :func:`eager_model`."""
+    fields, inputs, count = BASE[name]
+    model, tiny_inputs, _ = eager_model(name, fields)
+    return model, inputs or tiny_inputs, count
+
+
+def eager_model(
+    name: str, further: dict[str, Any] | None = None
+) -> tuple[torch.nn.Module, dict[str, Any], int]:
+    """A model whose attention is written out, inputs for it, and its number of attentions.
+
+    :param further: fields, in place of those that it has here.
+    """
     import transformers
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
     config, kind, fields, inputs, count = MODELS[name]
+    fields = {**fields, **(further or {})}
     torch.manual_seed(0)
     own = WhisperEncoder if kind == "WhisperEncoder" else getattr(transformers, kind)
     made = own._from_config(getattr(transformers, config)(**fields), attn_implementation="eager")
