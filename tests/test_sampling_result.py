@@ -291,6 +291,12 @@ def test_names_that_are_no_text_are_written_all_the_same(form, tmp_path):
 # --- the page -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as running:
+        yield running
+
+
 @pytest.fixture
 def page_file(tmp_path):
     path = tmp_path / "flame.html"
@@ -333,15 +339,14 @@ def test_the_page_s_data_is_escaped_and_deep_stacks_fit(tmp_path):
     assert nodes[-1] == [1501, 1501, 1]
 
 
-def test_an_empty_profile_has_a_page(tmp_path):
+def test_an_empty_profile_has_a_page(tmp_path, browser):
     """It says that there is nothing."""
     path = tmp_path / "empty.html"
     profile().save_flame_graph(path)
     assert "Nothing was sampled" in words(path.read_text())
-    with chromium() as browser:
-        page = Page(browser, path)
-        assert page.problems == []
-        assert not page.page.locator("#flame .drawing").is_visible()
+    page = Page(browser, path)
+    assert page.problems == []
+    assert not page.page.locator("#flame .drawing").is_visible()
 
 
 def told(page: Page) -> str:
@@ -349,55 +354,52 @@ def told(page: Page) -> str:
 
 
 @pytest.mark.thorough
-def test_the_flame_graph_is_used_by_keys(page_file):
+def test_the_flame_graph_is_used_by_keys(page_file, browser):
     """One stop of Tab; Down follows the widest call, Enter zooms, Esc goes back; no requests."""
-    with chromium() as browser:
-        page = Page(browser, page_file)
-        page.page.locator(".flames").focus()
-        assert told(page).startswith("all: 100.0% of all, 11 samples")
-        page.press("ArrowDown", "ArrowDown", "ArrowDown")
-        assert told(page) == "inference0.region0 [mkldnn]: 45.5% of all, 5 samples, 0 in itself"
-        page.press("ArrowRight")
-        assert told(page) == "inference0.region1 [eager]: 27.3% of all, 3 samples, 1 in itself"
-        width = page.page.locator(".call.current").bounding_box()["width"]
-        page.press("Enter")
-        zoomed = page.page.locator(".call.current").bounding_box()["width"]
-        assert zoomed == pytest.approx(width * 11 / 3, rel=0.02)
-        page.press("Escape", "Home")
-        assert told(page).startswith("all:")
-        assert page.page.locator(".call.current").bounding_box()["width"] > 3 * width
-        active = page.page.locator(".flames").get_attribute("aria-activedescendant")
-        assert page.page.locator(f"#{active}").get_attribute("aria-selected") == "true"
-        page.press("/")
-        page.page.keyboard.type("mm torch")
-        assert page.page.locator(".finder output").inner_text() == "in 63.6%"
-        assert page.page.locator(".call.hit").count() == 2
-        assert page.problems == []
-        assert page.requests == []
+    page = Page(browser, page_file)
+    page.page.locator(".flames").focus()
+    assert told(page).startswith("all: 100.0% of all, 11 samples")
+    page.press("ArrowDown", "ArrowDown", "ArrowDown")
+    assert told(page) == "inference0.region0 [mkldnn]: 45.5% of all, 5 samples, 0 in itself"
+    page.press("ArrowRight")
+    assert told(page) == "inference0.region1 [eager]: 27.3% of all, 3 samples, 1 in itself"
+    width = page.page.locator(".call.current").bounding_box()["width"]
+    page.press("Enter")
+    zoomed = page.page.locator(".call.current").bounding_box()["width"]
+    assert zoomed == pytest.approx(width * 11 / 3, rel=0.02)
+    page.press("Escape", "Home")
+    assert told(page).startswith("all:")
+    assert page.page.locator(".call.current").bounding_box()["width"] > 3 * width
+    active = page.page.locator(".flames").get_attribute("aria-activedescendant")
+    assert page.page.locator(f"#{active}").get_attribute("aria-selected") == "true"
+    page.press("/")
+    page.page.keyboard.type("mm torch")
+    assert page.page.locator(".finder output").inner_text() == "in 63.6%"
+    assert page.page.locator(".call.hit").count() == 2
+    assert page.problems == []
+    assert page.requests == []
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_fits_a_screen_of(width, page_file):
+def test_the_page_fits_a_screen_of(width, page_file, browser):
     """Nothing makes the page itself scroll sideways; a tap selects, a second one zooms."""
-    with chromium() as browser:
-        page = Page(browser, page_file, viewport={"width": width, "height": 800}, has_touch=True)
-        wide = page.page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= width
-        call = page.page.locator(".call", has_text="inference0.region0").first
-        call.tap()
-        assert told(page).startswith("inference0.region0 [mkldnn]: 45.5%")
-        before = call.bounding_box()["width"]
-        page.page.locator(".call.current").tap()
-        assert page.page.locator(".call.current").bounding_box()["width"] > 1.9 * before
-        assert page.problems == []
+    page = Page(browser, page_file, viewport={"width": width, "height": 800}, has_touch=True)
+    wide = page.page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= width
+    call = page.page.locator(".call", has_text="inference0.region0").first
+    call.tap()
+    assert told(page).startswith("inference0.region0 [mkldnn]: 45.5%")
+    before = call.bounding_box()["width"]
+    page.page.locator(".call.current").tap()
+    assert page.page.locator(".call.current").bounding_box()["width"] > 1.9 * before
+    assert page.problems == []
 
 
 @pytest.mark.thorough
-def test_the_page_is_accessible(page_file):
+def test_the_page_is_accessible(page_file, browser):
     """No rule of axe is broken: names, roles, contrast, order; in light and in dark."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    with chromium() as browser:
-        for scheme in ("light", "dark"):
-            page = Page(browser, page_file, color_scheme=scheme)
-            found = axe.Axe().run(page.page)
-            assert found.violations_count == 0, found.generate_report()
+    for scheme in ("light", "dark"):
+        page = Page(browser, page_file, color_scheme=scheme)
+        found = axe.Axe().run(page.page)
+        assert found.violations_count == 0, found.generate_report()

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fuseboard.torch_api.nodes import graphs_in
+
 #: No other process would find these: each has its own, or they are torch's and there already.
 _NOT_IMPORTED = ("__main__", "__mp_main__", "torch")
 
@@ -62,12 +64,11 @@ def main_file() -> str | None:
 
 
 def _custom_ops(graph: GraphModule) -> Iterator[Any]:
-    for one in graph.modules():
-        if isinstance(one, GraphModule):
-            for node in one.graph.nodes:
-                name = _qualified_name(node.target)
-                if name and name.partition("::")[0] not in _TORCHS_OWN:
-                    yield node.target
+    for one in graphs_in(graph):
+        for node in one.graph.nodes:
+            name = _qualified_name(node.target)
+            if name and name.partition("::")[0] not in _TORCHS_OWN:
+                yield node.target
 
 
 def _modules_of(target: Any) -> Iterator[str]:
