@@ -126,14 +126,14 @@ def compile_graph(
             fw_compiler=around(partial(call.compile, kind="forward")),
             bw_compiler=around(call.compile_backward),
             inference_compiler=around(partial(call.compile, kind="inference")),
-            partition_fn=call.partition_joint,
+            partition_fn=call.pipeline.partition_joint,
             decompositions=table,
         )
         try:
             with noting_functions() as functions:
                 compiled = aot(captured, inputs)
         except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
-            if call.was_compiling or torch_internals.is_dynamo_error(error):
+            if call.pipeline.has_raised or torch_internals.is_dynamo_error(error):
                 raise
             if captured is not graph:
                 return without_rewrites(describe(error))
@@ -164,7 +164,6 @@ def contain_untraced(session: Session, graph: GraphModule, frame: str, why: str)
 class GraphCall:
     """A graph of Dynamo's while it is compiled.
 
-    :ivar was_compiling: whether the board's own stages ran when AOTAutograd ended, not its code.
     :ivar mutated: positions of the inputs that a call writes to.
     :ivar input_count: how many inputs AOTAutograd's graph has.
     :ivar autocast: whether calls are made under autocast.
@@ -183,7 +182,6 @@ class GraphCall:
         self.pipeline = Pipeline(session, frame, pins, number)
         #: Ways into the graphs that AOTAutograd captured.
         self.captured_graphs: list[CapturedGraph] = []
-        self.was_compiling = False
         self.autocast = torch_modes.autocast_is_on()
         self.mutated: frozenset[int] = frozenset()
         self.input_count = 0
@@ -211,8 +209,11 @@ class GraphCall:
             if torch_internals.writes_cut_gradients_off():
                 raise LoweringError("it writes to an input that has a gradient, as results do")
             torch_internals.note_no_donated_buffers()
-        captured = self._captured_graph(graph, kind)
-        self._compile(captured, kind)
+        for inner in graph.children():  # of control flow, which calls them as torch writes them
+            fix_negative_bases(inner)
+        captured = CapturedGraph(copy_graph(graph), f"captured_{kind}")
+        self.captured_graphs.append(captured)
+        self.pipeline.compile(captured, kind)
         return captured.boxed()
 
     def compile_backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -223,7 +224,7 @@ class GraphCall:
         captured = CapturedBackward(copy_graph(graph), "captured_backward", self.note_backward)
         self.captured_graphs.append(captured)
         if any(isinstance(value, torch.SymInt) for value in inputs):
-            self._compile(captured, "backward")
+            self.pipeline.compile(captured, "backward")
         else:
             captured.put(self._compiling_first(captured))
         return captured.boxed()
@@ -235,17 +236,6 @@ class GraphCall:
         if report is not None and text not in report.notes:
             report.notes.append(text)
 
-    def _captured_graph(self, graph: GraphModule, kind: GraphKind) -> CapturedGraph:
-        for inner in graph.children():  # of control flow, which calls them as torch writes them
-            fix_negative_bases(inner)
-        self.captured_graphs.append(CapturedGraph(copy_graph(graph), f"captured_{kind}"))
-        return self.captured_graphs[-1]
-
-    def _compile(self, captured: CapturedGraph, kind: GraphKind) -> None:
-        self.was_compiling = True
-        self.pipeline.compile(captured, kind)
-        self.was_compiling = False
-
     def _compiling_first(self, captured: CapturedGraph) -> Boxed:
         entered = torch_internals.compiling_later()
 
@@ -253,16 +243,10 @@ class GraphCall:
             with compile_lock:
                 if captured.function is call:  # else another thread was quicker
                     with StateGuard(), eager_view_strides(), entered():
-                        self._compile(captured, "backward")
+                        self.pipeline.compile(captured, "backward")
             return captured.function(args)
 
         return call
-
-    def partition_joint(self, *args: Any, **keywords: Any) -> tuple[GraphModule, GraphModule]:
-        self.was_compiling = True
-        parts = self.pipeline.partition_joint(*args, **keywords)
-        self.was_compiling = False
-        return parts
 
     def decompositions(self, example_inputs: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
         """The decompositions to capture with: none in inference, where the captured graph is what

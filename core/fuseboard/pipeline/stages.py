@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,7 @@ class Pipeline:
     :param frame: names Dynamo's compile and the user's function in reports.
     :param pins: what the user wants where.
     :param number: of the backend's call, if it has one already.
+    :ivar has_raised: an exception came from the stages, rather than from AOTAutograd.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Pipeline:
     ) -> None:
         self.session = session
         self.frame = frame
+        self.has_raised = False
         self.number = next(call_numbers) if number is None else number
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
@@ -172,6 +175,16 @@ class Pipeline:
         for runner in self.runners:
             give_up(runner, "Dynamo's own graph runs: AOTAutograd captured another", problem)
 
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The stages run in the block, one compile at a time."""
+        with compile_lock:
+            try:
+                yield
+            except BaseException:
+                self.has_raised = True
+                raise
+
     def partition_joint(
         self,
         joint: GraphModule,
@@ -182,7 +195,7 @@ class Pipeline:
         **keywords: Any,
     ) -> tuple[GraphModule, GraphModule]:
         """AOTAutograd's ``partition_fn``: fuse the joint graph, then split it."""
-        with compile_lock:
+        with self._running():
             report = self._report("joint")
             ledger.add(report)
             with report.timed("fuse"):
@@ -224,7 +237,7 @@ class Pipeline:
 
     def compile(self, captured: CapturedGraph, kind: GraphKind) -> None:
         """Let a forward, backward or inference graph's calls go to compiled code."""
-        with compile_lock:
+        with self._running():
             report = self._report(kind)
             try:
                 self._compile(captured, kind, report)
