@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -767,13 +768,37 @@ def test_a_forked_child_begins_anew():
 
 @pytest.mark.usefixtures("chosen")
 def test_an_optimizer_steps_once_a_call():
-    """Its graph holds the weights that it writes to, so it is tried in calls alone."""
+    """Its graph holds the weights that it writes to, and is given them to be tried elsewhere."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
     step = compiled(lambda: optimizer.step())
-    for value in (0.9, 0.75, 0.575):
+    for value in (0.9, 0.75, 0.575, 0.3875):
         weight.grad = torch.ones(4)
         step()
-        fuseboard.wait(120)
+        assert fuseboard.wait(120)
         torch.testing.assert_close(weight.detach(), torch.full((4,), value))
-    assert not lives()
+    assert not [note for graph in ledger.graphs() for note in graph.notes if "within" in note]
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.thorough
+def test_the_state_of_an_optimizer_is_the_user_s():
+    """Steps after the swap go on from those before it, with what was loaded into it meanwhile."""
+    models = [mlp(), mlp()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    steps = optimizers[0].step, pinned(lambda: optimizers[1].step(), "inductor")
+    for number in range(6):
+        x = torch.randn(8, 64)
+        for model, optimizer, step in zip(models, optimizers, steps, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            step()
+        if number in (1, 4):
+            assert fuseboard.wait(120)
+        if number == 3:
+            for optimizer in optimizers:
+                optimizer.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for own, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(own, other)
+    assert loaded()

@@ -17,6 +17,7 @@ from fuseboard.errors import LoweringError
 from fuseboard.pipeline.call import compile_graph, contain_untraced
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.call_sizes import sizes_of
+from fuseboard.torch_api.dynamo_graphs import with_held_as_inputs
 from fuseboard.torch_api.frames import frame_title, leave_to_eager, needs_one_graph
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.symbols import in_the_example
@@ -100,12 +101,16 @@ def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
     """What answers calls from now on: compiled beside them, or before this returns."""
     if why_not_supported(graph, inputs):
         return _compile(session, graph, inputs)
-    why = why_in_calls(session, inputs) or why_held(graph)
+    why = why_in_calls(session, inputs)
+    if not why:
+        given, held = with_held_as_inputs(graph)
+        why = why_held(given)
     if not why:
         try:
-            sizes = sizes_of(graph, inputs)
-            real = [in_the_example(value) for value in inputs]
-            return Life(with_a_cache(session), graph, real, sizes).begin()
+            sizes = sizes_of(given, [*inputs, *held])
+            real = [*map(in_the_example, inputs), *held]
+            run = Life(with_a_cache(session), given, real, sizes).begin()
+            return run if not held else lambda *args: run(*args, *held)
         except (CannotKeep, LoweringError) as error:
             why = str(error)
     if session.settings.settle == "background":

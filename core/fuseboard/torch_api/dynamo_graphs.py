@@ -8,6 +8,7 @@ Read against torch 2.13: ``torch/_functorch/_aot_autograd/frontend_utils.py``
 from __future__ import annotations
 
 import contextlib
+import importlib
 import operator
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,8 @@ def graph_from_bytes(data: bytes, static: frozenset[int]) -> GraphModule:
 
     from fuseboard.torch_api.graph_pickler import loads, receive_slices
 
+    with contextlib.suppress(ImportError):  # Dynamo puts ops of it into graphs, such as an fma
+        importlib.import_module("torch._inductor.inductor_prims")
     sent, constants = pickle.loads(data)
     graph: Any = loads(sent, FakeTensorMode(shape_env=ShapeEnv()))
     for held in graphs_in(graph):
@@ -129,6 +132,42 @@ def copy_dynamo_graph(graph: GraphModule) -> GraphModule:
             if hasattr(node, name):
                 setattr(own, name, getattr(node, name))
     return copy
+
+
+def with_held_as_inputs(graph: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
+    """A graph of Dynamo's that is given what the graph holds; with what to call it with, besides.
+
+    Dynamo has the weights and the state of an optimizer, in the place of inputs, as attributes of
+    a compiled step. What the graph writes to is these tensors, and no copy of them would do.
+
+    :returns: the graph itself, and nothing, where it holds no parameter.
+    """
+    from torch._dynamo.source import LocalSource
+
+    held = {
+        str(node.target): value
+        for node in graph.graph.find_nodes(op="get_attr")
+        if isinstance(value := operator.attrgetter(str(node.target))(graph), torch.Tensor)
+    }
+    if not any(isinstance(value, torch.nn.Parameter) for value in held.values()):
+        return graph, []
+    made = copy_dynamos(graph)
+    last = next((n for n in reversed(made.graph.nodes) if n.op == "placeholder"), None)
+    for target in held:
+        reads = [n for n in made.graph.find_nodes(op="get_attr") if n.target == target]
+        where = (
+            made.graph.inserting_after(last) if last is not None else made.graph.inserting_before()
+        )
+        with where:
+            last = made.graph.placeholder(reads[0].name)
+        last.meta.update({k: v for k, v in reads[0].meta.items() if k == "example_value"})
+        last._dynamo_source = LocalSource(last.name)
+        for read in reads:
+            read.replace_all_uses_with(last)
+            made.graph.erase_node(read)
+        delattr(made, target)
+    made.recompile()
+    return made, list(held.values())
 
 
 def note_values(graph: GraphModule, inputs: Sequence[Any]) -> None:

@@ -49,8 +49,8 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
 def why_held(graph: GraphModule) -> str:
     """Why a graph can only be tried where it is; "" if it can be elsewhere.
 
-    Parameters are among its inputs, but those of an optimizer that Dynamo traced: what the graph
-    writes to is what it holds, and no copy of that.
+    Parameters are among its inputs, but those in a graph inside of it: what that writes to is what
+    it holds, and no copy of that.
     """
     for one in graph.modules():
         for name, _ in one.named_parameters(recurse=False):
