@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 import re
 import runpy
 import tomllib
@@ -276,6 +277,15 @@ def test_the_guide_for_authors_runs(tmp_path, capsys, monkeypatch):
     assert re.search(r"aten\.sigmoid\.default +eager .*is neither mul nor add", printed)
     assert "name='mul+add'" in printed
     assert re.search(r"^[1-9]\d* .*'wrapped by counted'", printed, re.M)
+
+
+def test_the_functions_of_a_graphs_way_exist():
+    """The table of the design by which one graph is followed through the code."""
+    table = (ROOT / "docs/design.md").read_text().partition("| function |")[2].partition("\n\n")[0]
+    names = re.findall(r"^\| `([\w.]+)` \|", table, re.M)
+    assert len(names) == 10
+    for name in names:
+        pkgutil.resolve_name(f"fuseboard.{name}")
 
 
 def test_functions_that_decide_a_stage_run(tmp_path, monkeypatch):

@@ -84,17 +84,17 @@ class Cache:
         self,
         session: Session,
         report: GraphReport,
-        ready: Mapping[Token, LoweringResult] | None = None,
-        defers: bool = False,
-        carried: bool = False,
-        facts: dict[str, str] | None = None,
+        ready: Mapping[Token, LoweringResult],
+        defers: bool,
+        carried: bool,
+        facts: dict[str, str],
     ) -> None:
         self._session = session
         self._report = report
-        self._ready = ready or {}
+        self._ready = ready
         self._defers = defers
         self._carried = carried
-        self._facts = {} if facts is None else facts
+        self._facts = facts
 
     def lower(self, task: Task, region_report: RegionReport) -> LoweredRegion | None:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.

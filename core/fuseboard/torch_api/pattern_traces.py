@@ -23,18 +23,15 @@ Function = Callable[..., Any]
 Table = Mapping[Any, Callable[..., Any]]
 
 
-def fake_like(values: Sequence[Any], mode: Any = None) -> list[Any]:
+def fake_like(values: Sequence[Any]) -> list[Any]:
     """Fake tensors of the forms of tensors, each an object of its own; other values as they are.
 
     A tracer knows values by their objects, so that one that is passed twice would be one input.
-
-    :param mode: which they are made in; that of the values if not given.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = mode or next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
-    mode = mode or FakeTensorMode()
-    with mode, torch.inference_mode(False):
+    mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+    with mode or FakeTensorMode(), torch.inference_mode(False):
         return [
             torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device)
             if isinstance(v, torch.Tensor)

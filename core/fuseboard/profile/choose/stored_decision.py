@@ -58,7 +58,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class StoredDecision:
-    """Where the decision about one graph, or one piece of it, is found and kept.
+    """Where the decision about one graph is found and kept.
 
     :ivar parts: what the decision depends on; None where something has no name elsewhere.
     """
@@ -76,9 +76,8 @@ class StoredDecision:
         kind: GraphKind,
         static: Collection[int],
         report: GraphReport,
-        level: Level = "graph",
     ) -> StoredDecision:
-        """That of a graph as captured, or of a piece of it.
+        """That of a graph as captured.
 
         :param static: positions of its inputs that are weights.
         """
@@ -87,8 +86,8 @@ class StoredDecision:
             parts = {**graph_parts(graph, kind, sorted(static)), **_session_parts(session)}
         except NotCacheable as error:
             report.notes.append(f"its decision isn't kept: {error}")
-            return cls(costs, None, report, level)
-        return cls(costs, parts, report, level)
+            return cls(costs, None, report)
+        return cls(costs, parts, report)
 
     @classmethod
     def of_dynamo_graph(
