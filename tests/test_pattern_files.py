@@ -156,11 +156,10 @@ def test_a_module_without_patterns_is_an_error():
     assert "module 'json' has no attribute of type fuseboard.Patterns" in result.output
 
 
-@pytest.mark.parametrize("module", ["gated", "norms"])
+@pytest.mark.parametrize("module", ["gated", "norms", "rotary"])
 def test_the_files_of_what_ships_are_current(module):
     """For the installed torch; if it is another release, they are at least found to be void."""
-    pytest.importorskip("triton", reason="needs Triton")
-    patterns = importlib.import_module(f"fuseboard_triton.patterns.{module}").PATTERNS
+    patterns = importlib.import_module(f"fuseboard.fuse.composites.{module}").PATTERNS
     problems = list(patterns.files.problems(patterns.patterns))
     written = next(patterns.files.directory.glob("*.pattern")).read_text()
     release = ".".join(torch.__version__.split(".")[:2])
