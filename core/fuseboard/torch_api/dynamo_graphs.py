@@ -151,7 +151,7 @@ def with_held_as_inputs(graph: GraphModule) -> tuple[GraphModule, list[torch.Ten
     }
     if not any(isinstance(value, torch.nn.Parameter) for value in held.values()):
         return graph, []
-    made = copy_dynamos(graph)
+    made = copy_dynamo_graph(graph)
     last = next((n for n in reversed(made.graph.nodes) if n.op == "placeholder"), None)
     for target in held:
         reads = [n for n in made.graph.find_nodes(op="get_attr") if n.target == target]
