@@ -63,6 +63,24 @@ def test_values(norm, dynamic, replaced):
     assert {region.backend for region in last_graph("inference").regions} == {"mkldnn"}
 
 
+def test_rows_of_any_length(replaced):
+    """Where the length of rows is symbolic, ops stay as they are written."""
+
+    def model(x, second):
+        return FORMS[0](F.linear(second, second)[:, : x.shape[-1]] + x, x[0], x[1])
+
+    second = nn.Parameter(rnd(40, 40))
+    run = compiled(lambda x: model(x, second), "mkldnn", "eager", dynamic=True, **OPTIONS)
+    for size in (12, 16):
+        x = rnd(40, size, seed=1)
+        with torch.no_grad():
+            got = run(x)
+            exact, rival = model(x.double(), second.double()), model(x, second)
+        assert_closer(got, reference=exact, rival=rival)
+    assert replaced == []
+    assert all_trips() == []
+
+
 def test_what_the_kernel_isnt(replaced):
     """Another norm, and one of a tensor that lies otherwise in memory."""
 

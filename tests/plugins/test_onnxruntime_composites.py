@@ -12,9 +12,11 @@ from tests.support.values import assert_closer, rnd
 from tests.test_composites import (
     LAYER,
     RMS,
+    layer_of_bert,
     layer_of_torch,
     rms,
     rms_of_gemma,
+    rms_of_llama,
     rms_of_torch,
     traced,
 )
@@ -87,6 +89,61 @@ def test_values(dynamic):
         assert_closer(got, reference=exact_model(x, w, b), rival=model(x, w, b))
     assert all_trips() == []
     assert {region.backend for region in last_graph("inference").regions} == {"onnxruntime"}
+
+
+def test_rows_of_any_length():
+    """Where the length of rows is symbolic, ops stay as they are written."""
+
+    def norms(x, w, b):
+        return layer_of_bert(x, w, b) @ x.t(), rms_of_llama(x, w) @ x.t(), layer_of_any(x, w, b)
+
+    def layer_of_any(x, w, b):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], w, b)
+
+    run = compiled(norms, "onnxruntime", "eager", dynamic=True, **OPTIONS)
+    for size in (12, 16, 9):
+        inputs = rnd(5, size), rnd(size, seed=1), rnd(size, seed=2)
+        with torch.no_grad():
+            got = run(*inputs)
+        assert_closer(got, reference=norms(*[t.double() for t in inputs]), rival=norms(*inputs))
+    assert all_trips() == []
+
+
+@pytest.mark.parametrize("width", [2048, 8192])
+def test_long_rows(width):
+    """A mean of so many numbers by itself is eager's; within a norm the kernel sums it well."""
+
+    def norms(x, w, b):
+        layers = [function(x, w, b) @ x.t() for function in (layer_of_bert, layer_of_torch_wide)]
+        # Of another tensor: what two norms share is computed once, and neither is whole.
+        return *layers, rms_of_llama(x, w) @ x.t(), torch.rms_norm(x.cos(), (width,), w, 1e-6)
+
+    def layer_of_torch_wide(x, w, b):
+        return torch.nn.functional.layer_norm(x, (width,), w, b, 1e-6)
+
+    inputs = rnd(7, width), rnd(width, seed=1), rnd(width, seed=2)
+    with torch.no_grad():
+        got = compiled(norms, "onnxruntime", "eager", **OPTIONS)(*inputs)
+    assert_closer(got, reference=norms(*[t.double() for t in inputs]), rival=norms(*inputs))
+    assert all_trips() == []
+    assert {region.backend for region in last_graph("inference").regions} == {"onnxruntime"}
+
+
+def test_a_long_mean_beside_a_norm_stays_with_eager():
+    """Only what the kernel computes is taken."""
+
+    def both(x, w):
+        return rms_of_llama(x, w) @ x.t(), x.cos().mean(-1)
+
+    x, w = rnd(7, 2048), rnd(2048, seed=1)
+    with torch.no_grad():
+        got = compiled(both, "onnxruntime", "eager", **OPTIONS)(x, w)
+    assert_closer(got, reference=both(x.double(), w.double()), rival=both(x, w))
+    placed = {node.name: node.backend for node in last_graph("inference").nodes}
+    assert {name: who for name, who in placed.items() if "mean" in name} == {
+        "mean": "onnxruntime",
+        "mean_1": "eager",
+    }
 
 
 def test_what_isnt_a_number():

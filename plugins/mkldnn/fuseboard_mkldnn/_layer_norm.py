@@ -22,4 +22,6 @@ def _fits(found: fuseboard.Composite) -> bool:
     values = [tensor(node) for node in (*given, found.results["y"])]
     if any(one is None or is_empty(one) or not is_contiguous(one) for one in values):
         return False
+    if not isinstance(values[0].shape[-1], int):
+        return False
     return has_good_dtypes(*values) and len({one.dtype for one in values}) == 1

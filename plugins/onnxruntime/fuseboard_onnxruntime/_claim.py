@@ -55,10 +55,19 @@ def claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
     eager's, and several times slower than what a compiler makes of it.
     """
     native = {node for node in graph.graph.nodes if node.target in _NATIVE}
-    native.update(node for found in composites(graph) for node in found.nodes)
+    kernels = [frozenset(found.nodes) for found in composites(graph)]
+    native.update(*kernels)
     for node in list(native):
         native.update(_around(node))
-    return fuseboard.claim_nodes(graph, why_not_claimed, native=native.__contains__)
+    # What a kernel computes well although its parts by themselves are declined, such as a long sum.
+    wholes = [nodes for nodes in kernels if any(map(why_not_claimed, nodes))]
+    names = [frozenset(node.name for node in nodes) for nodes in wholes]
+    within = frozenset().union(*names)
+    others = fuseboard.claim_nodes(graph, why_not_claimed, native=native.__contains__)
+    return [
+        *(fuseboard.Claim(nodes=whole, native=whole, together=True) for whole in names),
+        *(a for a in others if isinstance(a, fuseboard.Claim) or a.node not in within),
+    ]
 
 
 def _around(node: Node) -> set[Node]:
