@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.backends import compiled, hoisted, last_graph
+from tests.support.half_types import HALVES
 from tests.support.values import assert_closer, rnd, strides
 
 POST_OPS = {
@@ -270,10 +271,8 @@ def test_one_dimensional_convolutions_run_as_in_eager(model):
     run(model, rnd(2, 3, 13))
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512 or AMX"
-)
-def test_bfloat16_is_as_accurate_as_eagers():
-    """Folding and post-operations in bfloat16, where oneDNN has kernels for it."""
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_types_are_as_accurate_as_eagers(dtype):
+    """Folding and post-operations in half types, where oneDNN has kernels for them."""
     model = nn.Sequential(nn.Conv2d(16, 24, 3), norm(24), nn.ReLU(), nn.Conv2d(24, 8, 3))
-    run(model.bfloat16(), rnd(2, 16, 12, 12, dtype=torch.bfloat16))
+    run(model.to(dtype), rnd(2, 16, 12, 12, dtype=dtype))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.backends import compiled, hoisted, last_graph
+from tests.support.half_types import HALVES
 from tests.support.values import assert_closer, assert_same, rnd, strides
 
 PACKINGS = ["onednn", "mkl", "none"]
@@ -121,6 +122,24 @@ def test_a_residual_is_added_and_left_alone(y, after, bias, packing):
     run(Residual(32, after, bias), rnd(3, 7, 32, seed=1), y, packing=packing)
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("swapped", [False, True], ids=["from_the_layer", "from_the_residual"])
+def test_a_residual_is_subtracted(swapped, packing):
+    """What is subtracted from a layer is a part of it; what a layer is subtracted from isn't."""
+
+    class Difference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(37, 33)
+
+        def forward(self, x, y):
+            own = self.linear(x)
+            return (y - own if swapped else own - y).relu()
+
+    run(Difference(), rnd(3, 7, 37, seed=1), rnd(3, 7, 33), packing=packing)
+    assert any("+sub+relu" in name for name in fusions()) == (not swapped)
+
+
 def test_a_residual_that_is_the_input_itself():
     """Writing the sum over its operand would change the input."""
     x = rnd(3, 7, 32)
@@ -208,23 +227,23 @@ def test_eval_dropout_stands_in_nobodys_way():
     assert fusions() == ["linear+bias+add (onednn_fused)"]
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512 or AMX"
-)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", POST_OPS)
-def test_bfloat16_is_as_accurate_as_eagers(name):
-    """The same holds for bfloat16, where oneDNN has kernels for it."""
+def test_half_types_are_as_accurate_as_eagers(name, dtype):
+    """The same holds for them, where oneDNN has kernels for them."""
     model = nn.Sequential(nn.Linear(64, 48), copy.deepcopy(POST_OPS[name]), nn.Linear(48, 8))
-    run(model.bfloat16(), rnd(5, 64, dtype=torch.bfloat16), packing="onednn")
+    run(model.to(dtype), rnd(5, 64, dtype=dtype), packing="onednn")
+    assert any(found.startswith("linear+bias") for found in fusions())
 
 
-def test_bfloat16_without_hardware_runs_as_in_eager(monkeypatch):
-    """Where oneDNN has no bfloat16, there is nothing to claim; the bits are eager's."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_without_hardware_run_as_in_eager(dtype, monkeypatch):
+    """Where oneDNN has no kernels for them, there is nothing to claim; the bits are eager's."""
     from fuseboard_mkldnn import _ops
 
-    monkeypatch.setattr(_ops, "bfloat16_supported", lambda: False)
-    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 8)).bfloat16()
-    x = rnd(5, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(_ops, "has_kernels", lambda dtype: dtype == torch.float32)
+    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 8)).to(dtype)
+    x = rnd(5, 64, dtype=dtype)
     with torch.no_grad():
         assert_same(compiled(model, "mkldnn", "eager", on_failure="raise")(x), model(x))
     assert {node.backend for node in last_graph().nodes} <= {"eager", "board"}

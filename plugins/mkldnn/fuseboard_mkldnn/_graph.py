@@ -125,9 +125,9 @@ def is_empty(found: torch.Tensor) -> bool:
 
 
 def has_good_dtypes(*operands: torch.Tensor | None) -> bool:
-    """Whether all are float32, or bfloat16 where oneDNN has kernels for that."""
+    """Whether all are of one dtype: float32, or a half type that oneDNN has kernels for."""
     dtypes = {one.dtype for one in operands if one is not None}
-    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and _ops.bfloat16_supported())
+    return len(dtypes) == 1 and all(map(_ops.has_kernels, dtypes))
 
 
 def for_each(numbers: list[int], weight: torch.Tensor) -> list[int]:

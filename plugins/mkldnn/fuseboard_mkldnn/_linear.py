@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -74,7 +74,9 @@ class Linear:
     def name(self) -> str:
         """Such as ``linear+bias+gelu``."""
         parts = ["linear", *(["bias"] if self.bias is not None else [])]
-        parts += ["add" if (post := post_op(step)) is None else post.name for step in self.steps]
+        parts += [
+            _sign(step) if (post := post_op(step)) is None else post.name for step in self.steps
+        ]
         return "+".join(parts)
 
 
@@ -91,8 +93,7 @@ def is_linear(node: Node) -> bool:
         return False
     if any(one.device.type != "cpu" or is_empty(one) for one in values):
         return False
-    bfloat16 = product.dtype == torch.bfloat16 and _ops.bfloat16_supported()
-    if product.dtype != torch.float32 and not bfloat16:
+    if not _ops.has_kernels(product.dtype):
         return False
     k, n = values[-1].shape
     if not isinstance(k, int) or not isinstance(n, int) or not is_contiguous(product):
@@ -143,13 +144,25 @@ def _take(linear: Linear, user: Node, result: Node) -> bool:
             return False
         linear.view = user
         return True
-    if post_op(user) is not None or residual(user, result) is not None:
+    if post_op(user) is not None or _residual(user, result) is not None:
         linear.steps.append(user)
         return True
     if linear.bias is None and not linear.steps and _bias_added(user, result) is not None:
         linear.late_bias = user
         return True
     return False
+
+
+def _residual(user: Node, result: Node) -> Node | None:
+    """What is added to a result or subtracted from it."""
+    if calls(user, aten.sub.Tensor) and user.args[0] is not result:
+        return None
+    return residual(user, result, aten.add.Tensor, aten.sub.Tensor)
+
+
+def _sign(step: Node) -> Literal["add", "sub"]:
+    """What a step that is no post-operation does with its operand."""
+    return "sub" if calls(step, aten.sub.Tensor) else "add"
 
 
 def _bias_added(user: Node, product: Node) -> Node | None:
@@ -192,7 +205,7 @@ def _leaves_out(linear: Linear) -> bool:
 def _shape(linear: Linear) -> LinearShape:
     columns = tensor(linear.columns)
     k, n = columns.shape
-    steps: list[Step] = [post_op(step) or "add" for step in linear.steps]
+    steps: list[Step] = [post_op(step) or _sign(step) for step in linear.steps]
     return LinearShape(
         m=_ops.size_hint(tensor(linear.x).shape[0]) or 1,
         k=k,
@@ -214,7 +227,7 @@ def _possible(linear: Linear, shape: LinearShape) -> tuple[str, ...]:
     if fixed and rows == 1 and shape.dtype == torch.float32:
         names.append("vector")
     first = shape.steps[0] if shape.steps else None
-    if first == "add" or (first is not None and not first.drops_nan):
+    if isinstance(first, str) or (first is not None and not first.drops_nan):
         names.append("onednn_fused")
     if fixed and _ops.has_mkl() and shape.dtype == torch.float32:
         names.append("mkl")
@@ -295,7 +308,9 @@ def _emit_onednn(edit: Editor, linear: Linear, fused: bool) -> tuple[Node, list[
     other = _operand(linear, first)
     if not same_sizes(tensor(other).shape, val.shape):
         return edit.call(pointwise.default, none, val), linear.steps
-    return edit.call(pointwise.binary, (x, other, packed, bias, "add"), val), linear.steps[1:]
+    return edit.call(pointwise.binary, (x, other, packed, bias, _sign(first)), val), linear.steps[
+        1:
+    ]
 
 
 def _emit_steps(edit: Editor, linear: Linear, result: Node, steps: list[Node]) -> Node:

@@ -54,6 +54,7 @@ FRESH = frozenset(
 OVERWRITTEN = frozenset(
     {
         torch.Tensor.add_,
+        torch.Tensor.sub_,
         torch.ops.mkldnn._convolution_pointwise_.binary,
         *IN_PLACE,
     }
@@ -137,7 +138,7 @@ def write_in_place(graph: GraphModule) -> None:
     for node in graph.graph.nodes:
         if calls(node, CONVOLUTION_ADD) and node.args[8] == "add":
             _add_into_residual(node, order)
-        elif calls(node, aten.add.Tensor):
+        elif calls(node, aten.add.Tensor, aten.sub.Tensor):
             _add_in_place(node, order)
         elif node.op == "call_function" and (post := post_op(node)) is not None:
             if _is_last_use(node.args[0], node, order):
@@ -152,9 +153,11 @@ def _add_in_place(node: Node, order: dict[Node, int]) -> None:
         return
     if tensor(left) is None or tensor(right) is None:
         return
-    for mine, other in ((left, right), (right, left)):
+    subtracts = calls(node, aten.sub.Tensor)
+    for mine, other in ((left, right),) if subtracts else ((left, right), (right, left)):
         if _is_last_use(mine, node, order) and tensor(other).dtype == tensor(node).dtype:
-            node.target, node.args = torch.Tensor.add_, (mine, other)
+            node.target = torch.Tensor.sub_ if subtracts else torch.Tensor.add_
+            node.args = (mine, other)
             return
 
 

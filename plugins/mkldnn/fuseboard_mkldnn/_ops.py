@@ -118,6 +118,22 @@ def bfloat16_supported() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+@cache
+def float16_supported() -> bool:
+    """Whether oneDNN runs float16 on this CPU natively (AVX-512 FP16, AVX-NE-CONVERT or AMX)."""
+    probe = overload("mkldnn::_is_mkldnn_fp16_supported")
+    return probe is not None and bool(probe())
+
+
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in a dtype on this CPU."""
+    if dtype == torch.bfloat16:
+        return bfloat16_supported()
+    if dtype == torch.float16:
+        return float16_supported()
+    return dtype == torch.float32
+
+
 def why_switched_off() -> str:
     """Why oneDNN isn't to be used now (``torch.backends.mkldnn.flags``); "" if it is."""
     if torch.backends.mkldnn.enabled:
@@ -137,7 +153,8 @@ def fingerprint() -> str:
     """Changes with whatever the choice of kernels depends on."""
     capability = torch.backends.cpu.get_cpu_capability()
     optional = (has_mkl(), transposed_convolution() is not None, lstm_layer() is not None)
-    return f"torch {torch.__version__}, {capability}, bf16={bfloat16_supported()}, {optional}"
+    halves = f"bf16={bfloat16_supported()}, fp16={float16_supported()}"
+    return f"torch {torch.__version__}, {capability}, {halves}, {optional}"
 
 
 def size_hint(value: Any) -> int | None:

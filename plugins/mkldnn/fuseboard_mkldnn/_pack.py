@@ -18,7 +18,7 @@ from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._options import Options
 from fuseboard_mkldnn._pointwise import PostOp
 
-Step = PostOp | Literal["add"]
+Step = PostOp | Literal["add", "sub"]
 
 #: Kernels, simplest first: a later one must win by ``MARGIN``.
 #: ``plain`` as eager · ``vector`` matrix times vector · ``onednn`` packed · ``onednn_fused``
@@ -51,8 +51,8 @@ class LinearShape:
     """What a choice depends on. ``x`` is (m, k), the weight (n, k), the result (m, n).
 
     :ivar transposed: the weight lies in memory as (k, n).
-    :ivar steps: what follows the product: post-operations, and ``"add"`` for a residual of the
-        result's shape.
+    :ivar steps: what follows the product: post-operations, and ``"add"`` or ``"sub"`` for a
+        residual of the result's shape.
     """
 
     m: int
@@ -261,9 +261,10 @@ def _product(
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, m)
     if name == "onednn" or not steps:
         return lambda: pointwise.default(x, packed, bias, "none", [], "")
-    if steps[0] == "add":
-        return lambda: pointwise.binary(x, other, packed, bias, "add")
-    attr, scalars, algorithm = steps[0].attr, list(steps[0].scalars), steps[0].algorithm
+    sign = steps[0]
+    if isinstance(sign, str):
+        return lambda: pointwise.binary(x, other, packed, bias, sign)
+    attr, scalars, algorithm = sign.attr, list(sign.scalars), sign.algorithm
     return lambda: pointwise.default(x, packed, bias, attr, scalars, algorithm)
 
 
@@ -277,6 +278,8 @@ def _with_steps(
         for step in steps:
             if step == "add":
                 result.add_(other)
+            elif step == "sub":
+                result.sub_(other)
             else:
                 step.in_place(result, *step.args, **step.kwargs)
         return result
