@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,13 +27,13 @@ from fuseboard.contracts import Fusion
 from fuseboard.fuse.attention_forms import Attention, around, softmaxes
 from fuseboard.fuse.interruptions import has_effects, interrupted, opens_a_level
 from fuseboard.fuse.reading import Operand, value_of
+from fuseboard.fuse.saved_inputs import copied, is_the_users, memory, requires_grad
 from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.attention import NO_WEIGHT, attention, side_by_side
 from fuseboard.ops.attention_formula import MASKS, Step, written
 from fuseboard.ops.estimate import sizes
 from fuseboard.torch_api.attention import is_fused
-from fuseboard.torch_api.internals import storage_address
 
 #: Scores below which a call of the op, some 60 us on a server's core, costs more than the formula.
 LEAST_SCORES = 1 << 14
@@ -121,11 +120,11 @@ def _writes_mask_later(found: Attention) -> bool:
     """Whether masks are written to before the backward, for which a sum doesn't save them."""
     if not torch.is_grad_enabled():
         return False
-    memory = {address for mask in found.masks for address in _memory(mask)}
+    masks = {address for mask in found.masks for address in memory(mask)}
     node = found.result
     while node.op != "root":
-        if has_effects(node) and not memory.isdisjoint(
-            address for used in node.all_input_nodes for address in _memory(used)
+        if has_effects(node) and not masks.isdisjoint(
+            address for used in node.all_input_nodes for address in memory(used)
         ):
             return True
         node = node.next
@@ -161,6 +160,8 @@ def _rewrite(graph: GraphModule, softmax: Node) -> None:
     assert found is not None
     result, dtype = found.result, found.product.meta["val"].dtype
     write = _Writer(graph, result)
+    for one in _saved_besides(found):
+        _read_a_copy(found, one, copied(write, one, result))
     operands = [write.laid_out(one, dtype) for one in (found.query, found.key, found.value)]
     flat = operands[0].meta["val"].dim() == 3
     if flat:
@@ -183,6 +184,35 @@ def _rewrite(graph: GraphModule, softmax: Node) -> None:
     result.replace_all_uses_with(made)
     for node in reversed(found.nodes):
         graph.graph.erase_node(node)
+
+
+def _saved_besides(found: Attention) -> list[Node]:
+    """What the user may write to, and the op saves for its backward where the formula doesn't.
+
+    A sum saves no mask; a product saves what it reads, which may be a multiple of the query, where
+    the other one has a gradient. What replaces scores saves its mask.
+    """
+    query, key, value = (one.node for one in (found.query, found.key, found.value))
+    scored = [query, key, *found.masks]
+    if not any(map(requires_grad, (*scored, value))):
+        return []
+    added = {found.masks[step.mask] for step in found.steps if step.kind == "add"}
+    read = {address for one in found.product.all_input_nodes for address in memory(one)}
+    formula = {
+        query: not read.isdisjoint(memory(query)) and requires_grad(key),
+        key: not read.isdisjoint(memory(key)) and requires_grad(query),
+        value: any(map(requires_grad, scored)),
+        **{mask: mask not in added for mask in found.masks},
+    }
+    return [one for one, saves in formula.items() if not saves and is_the_users(one)]
+
+
+def _read_a_copy(found: Attention, node: Node, copy: Node) -> None:
+    found.masks = [copy if one is node else one for one in found.masks]
+    for name in ("query", "key", "value"):
+        operand = getattr(found, name)
+        if operand.node is node:
+            setattr(found, name, Operand(copy, operand.order))
 
 
 class _Writer(Writer):
@@ -240,17 +270,12 @@ def _bias(write: _Writer, found: Attention, dtype: torch.dtype) -> Node | None:
 
 def _is_written(result: Node, copies: list[Node]) -> bool:
     """Whether anyone may write to the result or to its copies, be it after the call."""
-    memory = {address for node in (result, *copies) for address in _memory(node)}
+    own = {address for node in (result, *copies) for address in memory(node)}
     return any(
-        not memory.isdisjoint(address for used in node.all_input_nodes for address in _memory(used))
+        not own.isdisjoint(address for used in node.all_input_nodes for address in memory(used))
         for node in result.graph.nodes
         if node.op == "output" or has_effects(node)
     )
-
-
-def _memory(node: Node) -> Iterator[int]:
-    if (value := value_of(node)) is not None:
-        yield storage_address(value)
 
 
 #: What makes the same of a value however it is laid out.

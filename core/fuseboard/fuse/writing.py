@@ -38,6 +38,8 @@ def _computed(function: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         made = function(*args, **kwargs)
     read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-    if isinstance(made, torch.Tensor) and made.is_floating_point() and torch.is_grad_enabled():
-        made.requires_grad_(any(one.requires_grad for one in read))
+    if torch.is_grad_enabled() and any(one.requires_grad for one in read):
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                one.requires_grad_()
     return made
