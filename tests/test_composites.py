@@ -324,6 +324,13 @@ MISSES: dict[str, Callable[..., Any]] = {
     "a factor for each column": lambda x, w: F.silu(x) * w,
     "halves in place": lambda x, w: x * w + torch.cat([-x[..., :8], x[..., 8:]], -1) * w,
     "unequal halves": lambda x, w: x * w + torch.cat([-x[..., 6:], x[..., :6]], -1) * w,
+    "complex numbers": lambda x, w: rms(torch.complex(x, x)),
+    "no dimension": lambda x, w: rms(x[0, 0, 0]),
+    "no halves": lambda x, w: x[..., 1:] * w[1:] + turned(x[..., 1:]) * w[1:],
+    "no chunks": lambda x, w: x[..., 1:] * w[1:] + turned_chunks(x[..., 1:]) * w[1:],
+    "only longer": lambda x, w: torch.view_as_real(
+        torch.view_as_complex(x.view(2, 3, 8, 2)) * w[:8]
+    ),
     "nothing is negated": lambda x, w: x * w + torch.cat([x[..., 8:], x[..., :8]], -1) * w,
     "dropout": lambda x, w: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
     "a larger table": lambda x, w: x[0] * x + turned(x[0]) * x,
@@ -368,8 +375,31 @@ def test_a_norm_that_is_read_before_its_weight():
     assert [one.arguments["weight"] for one in found_in(circle, X, W)] in ([], [None])
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, logs: F.nll_loss(logs, logs.argmax(-1)),
+        lambda x, logs: F.nll_loss(logs, x.argmax(-1), logs.sum(0)),
+        lambda x, logs: rms(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6).squeeze(1),
+    ],
+    ids=["target", "class weights", "weight"],
+)
+@pytest.mark.whole
+def test_an_argument_that_follows_from_a_result(function):
+    """One op away or several, a call can't wait for what it gives."""
+    x = rnd(16, 16)
+    for one in found_in(lambda x: function(x, F.log_softmax(x, -1)), x):
+        before = [n for n in one.arguments.values() if isinstance(n, torch.fx.Node)]
+        for node in before:
+            before.extend(node.all_input_nodes)
+        assert not set(before) & set(one.nodes)
+
+
 def test_sizes_that_change():
-    """Symbolic ones are compared as expressions, and no guard is added."""
+    """Symbolic ones are compared as expressions, and no guard is added.
+
+    What has pairs only in some calls is no rotary embedding.
+    """
     seen = []
 
     class Finder:
@@ -388,7 +418,9 @@ def test_sizes_that_change():
 
     def model(x, w):
         first = F.silu(rms_of_llama(x, w)) * rms_by_root(x.sin(), w)
-        return first, layer_of_bert(x, w, w), x * w + turned(x) * w
+        even, table = torch.cat([x, x], -1), torch.cat([w, w])
+        rotated = even * table + turned(even) * table
+        return first, layer_of_bert(x, w, w), rotated, x * w + turned(x) * w
 
     fuseboard.register(Finder())
     try:

@@ -81,9 +81,10 @@ def composite(
     given = [value for value in arguments.values() if isinstance(value, Node)]
     last = max(given)
     # All arguments are there before anybody reads a result, and what lies between writes nothing.
+    # An argument that is itself computed from a result, such as the argmax of log-softmax, isn't.
     if last >= nodes[-1] or not inside.isdisjoint(given):
         return None
-    if any(user not in inside and user < last for node in read.values() for user in node.users):
+    if any(user not in inside and user <= last for node in read.values() for user in node.users):
         return None
     if _writes_between(nodes[0], nodes[-1]):
         return None

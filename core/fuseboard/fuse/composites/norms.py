@@ -81,6 +81,8 @@ def _with_weights(way: Way, match: PatternMatch) -> Composite | None:
     """A core with the weight, the bias and the casts that follow it."""
     results = dict(zip(way.results, match.results, strict=True))
     x, nodes = match.arguments["x"], set(match.nodes)
+    if not meta(x).is_floating_point() or not meta(x).dim():
+        return None  # the mean of the squares of complex numbers isn't that of their lengths
     weight = bias = None
     source = _cast_from(x)
     while len(results["y"].users) == 1:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fuseboard.fuse.composites.definition import TRACED, Way, same_shape
+from fuseboard.fuse.composites.definition import TRACED, Way, meta, same_shape
+from fuseboard.fuse.patterns.matching import same_number
 from fuseboard.fuse.patterns.pattern import PatternMatch
 from fuseboard.fuse.patterns.rewriting import Patterns
 
@@ -27,6 +28,17 @@ def _keeps_shape(match: PatternMatch) -> bool:
     """Whether no table makes the result larger."""
     source = match.arguments["grad" if "grad" in match.arguments else "x"]
     return same_shape(source, match.results[0])
+
+
+def _has_pairs(match: PatternMatch) -> bool:
+    """Whether the last dimension, which both halves make up, is known to be even."""
+    source = match.arguments["grad" if "grad" in match.arguments else "x"]
+    return _keeps_shape(match) and same_number(meta(source).shape[-1] % 2, 0)
+
+
+def _turns_numbers(match: PatternMatch) -> bool:
+    """Whether the table has complex numbers: real ones only change the length of ``x``."""
+    return _keeps_shape(match) and bool(meta(match.arguments["table"]).dtype.is_complex)
 
 
 # --- turned ---------------------------------------------------------------------------------------
@@ -88,16 +100,16 @@ def _ways() -> Iterator[Way]:
             return turned_back(grad * sin) + grad * cos
 
         fixed = {"interleaved": interleaved}
-        yield Way("rotary", form, forward, examples, ("y",), fixed, check=_keeps_shape)
-        yield Way(
-            "rotary_backward", form, backward, examples, ("grad_x",), fixed, check=_keeps_shape
-        )
+        yield Way("rotary", form, forward, examples, ("y",), fixed, check=_has_pairs)
+        yield Way("rotary_backward", form, backward, examples, ("grad_x",), fixed, check=_has_pairs)
 
     def turned_numbers(x: Any, table: Any) -> Any:
         return torch.view_as_real(torch.view_as_complex(x) * table)
 
     pairs, table = torch.empty(2, 3, 4, 2), torch.empty(3, 4, dtype=torch.complex64)
-    yield Way("rotary_complex", "pairs", turned_numbers, (pairs, table), ("y",), check=_keeps_shape)
+    yield Way(
+        "rotary_complex", "pairs", turned_numbers, (pairs, table), ("y",), check=_turns_numbers
+    )
 
 
 WAYS = tuple(_ways())
