@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -150,6 +151,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if (item in kept) == rest]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if (item in kept) != rest]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for garbage among what tests make, not among all that is imported by now; and seldom:
+    most of what a compile makes lives for as long as the test."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True)
