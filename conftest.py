@@ -161,6 +161,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(10_000)
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """At the end modules go as they do otherwise: nanobind's would tell of leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
     """No test meets code, reports, seeds or a precision that another one left behind."""
