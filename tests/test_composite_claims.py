@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fuseboard
-from fuseboard.fuse.composites import gated, norms, rotary
+from fuseboard.fuse.composites import norms
 from fuseboard.lower import cache_keys
 from tests.support.backends import all_trips, compiled, last_graph
 from tests.support.values import assert_closer, rnd
@@ -221,12 +221,3 @@ def test_artifacts_depend_on_what_composites_are(monkeypatch):
     )
     after = key()
     assert {name for name in before if before[name] != after[name]} == {"composites"}
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="written by torch 2.13")
-@pytest.mark.parametrize("module", [gated, norms, rotary], ids=lambda module: module.__name__)
-@pytest.mark.whole
-def test_traced_files_are_current(module):
-    """No program traces a pattern at its start."""
-    files = module.PATTERNS.files
-    assert list(files.problems(module.PATTERNS.patterns)) == []

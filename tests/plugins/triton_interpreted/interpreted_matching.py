@@ -45,6 +45,16 @@ def rotate(x, y, w):
     return x * table.cos() + turned(x) * table.sin(), y
 
 
+def layer_by_hand(x, y, w):
+    centred = x - x.mean(-1, keepdim=True)
+    return w * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5)) + w, y
+
+
+def rotate_slices(x, y, w):
+    table = w.detach()
+    return x * table.cos() + torch.cat([-x[..., 8:], x[..., :8]], -1) * table.sin(), y
+
+
 def loss(x, y, w):
     target = torch.tensor([0, 15, 3, -100, 7, 2])
     return F.cross_entropy((x + y * w).view(6, 16), target)
@@ -57,7 +67,9 @@ CASES: dict[Callable[..., Any], tuple[set[str], set[str]]] = {
     swiglu: ({"swiglu"}, {"swiglu_backward"}),
     geglu: ({"geglu"}, {"geglu_backward"}),
     softmax: ({"softmax"}, {"softmax_backward"}),
+    layer_by_hand: ({"layer_norm"}, set()),
     rotate: ({"rotary"}, {"rotary_backward"}),
+    rotate_slices: ({"rotary"}, {"rotary_backward"}),
     loss: ({"cross_entropy"}, {"cross_entropy_backward"}),
 }
 
