@@ -205,6 +205,32 @@ def test_a_call_stands_where_its_arguments_are_there():
     torch.testing.assert_close(graph(x, y), list(late(x, y)))
 
 
+def test_one_is_the_argument_of_the_next():
+    """Each is replaced, whichever comes first."""
+
+    def chain(x, w):
+        first = rms_of_llama(x, w)
+        second = layer_centred_once(first, w, w)
+        return F.silu(second) * first, second
+
+    x, w = rnd(2, 3, 16), rnd(16, seed=1)
+    kernels = {
+        "rms_norm": lambda x, weight, eps, dims: torch.rms_norm(x, (16,), weight, eps),
+        "layer_norm": lambda x, weight, eps, dims, bias: F.layer_norm(x, (16,), weight, bias, eps),
+        "swiglu": gated_by_silu,
+    }
+    for order in (1, -1):
+        graph = traced(chain, x, w)
+        found = fuseboard.find_composites(graph)
+        assert [one.name for one in found] == ["rms_norm", "layer_norm", "swiglu"]
+        for one in found[::order]:
+            fuseboard.replace_composite(graph, one, kernels[one.name])
+        graph.graph.lint()
+        graph.recompile()
+        assert len(graph.graph.nodes) == 6
+        torch.testing.assert_close(graph(x, w), list(chain(x, w)))
+
+
 def test_artifacts_depend_on_what_composites_are(monkeypatch):
     """Code that was made by other definitions isn't loaded; the miss names them."""
     graph = traced(lambda x: F.silu(x) * x, rnd(2, 3))

@@ -146,6 +146,24 @@ def test_a_long_mean_beside_a_norm_stays_with_eager():
     }
 
 
+def test_the_report_counts_them(tmp_path):
+    """Also in a later process, which loads what was converted."""
+
+    def layers(x, w, b):
+        for _ in range(3):
+            x = rms_of_llama(layer_of_bert(x, w, b), w) @ x.t() @ x
+        return x
+
+    inputs = rnd(8, 16), rnd(16, seed=1), rnd(16, seed=2)
+    options = {**OPTIONS, "cache": True, "cache_dir": str(tmp_path)}
+    for _ in range(2):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled(layers, "onnxruntime", "eager", **options)(*inputs)
+        notes = [note for one in last_graph("inference").regions for note in one.notes]
+        assert {"composite layer_norm ×3", "composite rms_norm ×3"} <= set(notes)
+
+
 def test_what_isnt_a_number():
     """NaN and infinities stay where they are."""
     x = torch.stack([rnd(16), rnd(16, seed=1), rnd(16, seed=2), torch.zeros(16)])

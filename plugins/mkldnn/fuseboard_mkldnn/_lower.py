@@ -18,7 +18,9 @@ from fuseboard_mkldnn._memory import compute_once, drop_copies, join_views, writ
 
 def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     """Tidy the rewritten graph, and turn it into code; twice where NaN must be kept apart."""
-    for found in layer_norms(region.graph):
+    norms = layer_norms(region.graph)
+    notes = (f"composite layer_norm ×{len(norms)}",) if norms else ()
+    for found in norms:
         x, weight, eps, _, bias = found.arguments.values()
         args = (x, [x.meta["val"].shape[-1]], weight, bias, eps)
         kernel = aten.native_layer_norm.default
@@ -26,11 +28,14 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     fast = fast_copy(region.graph)
     exact = _lower_graph(region, region.graph)
     if fast is None:
-        return exact
+        return dataclasses.replace(exact, notes=(*exact.notes, *notes))
     graph, guard = fast
     return fuseboard.LoweredRegion(
         call=_guarded(_lower_graph(region, graph).call, exact.call, guard),
-        notes=("relu and clip are fused where inputs and weights are finite, else they run apart",),
+        notes=(
+            "relu and clip are fused where inputs and weights are finite, else they run apart",
+            *notes,
+        ),
     )
 
 

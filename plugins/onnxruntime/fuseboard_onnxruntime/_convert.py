@@ -40,7 +40,7 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     results = graph.graph.output_node().args[0]
     expected = [node.meta["val"] if isinstance(node, Node) else None for node in results]
     graph = GraphModule(graph, _nodes_of(graph))
-    first_results(graph)
+    notes = first_results(graph)
     graph = decompose(graph)
     plain, inputs = _row_major(graph, expected, permuted)
     promote(plain)
@@ -68,7 +68,7 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     names = [value.name for value in model.graph.inputs]
     inputs = [_named(value, name) for value, name in zip(inputs, names, strict=True)]
     outputs = _named_outputs(outputs, [value.name for value in model.graph.outputs])
-    return Model(_serialise(model), tuple(inputs), tuple(outputs), sizes)
+    return Model(_serialise(model), tuple(inputs), tuple(outputs), sizes, notes)
 
 
 def with_initializers(model: Model, positions: Collection[int]) -> Model:

@@ -188,7 +188,7 @@ def lower_region(region: fuseboard.Region, model: Model | None = None) -> fusebo
         args.clear()
         return runner(session, given)
 
-    return fuseboard.LoweredRegion(call=call, artifact=model.to_bytes())
+    return fuseboard.LoweredRegion(call=call, notes=model.notes, artifact=model.to_bytes())
 
 
 def _with_weights_as_inputs(
@@ -206,4 +206,4 @@ def _with_weights_as_inputs(
         args.clear()
         return runner(session, given)
 
-    return fuseboard.LoweredRegion(call=call, artifact=model.to_bytes())
+    return fuseboard.LoweredRegion(call=call, notes=model.notes, artifact=model.to_bytes())

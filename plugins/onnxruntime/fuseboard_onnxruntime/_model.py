@@ -57,12 +57,14 @@ class Model:
     :ivar proto: the serialised ONNX model.
     :ivar sizes: code of a function from the inputs to the shapes of the outputs that are computed,
         then to strides; "" if all are static.
+    :ivar notes: for the report: which composites are in it.
     """
 
     proto: bytes
     inputs: tuple[Input, ...]
     outputs: tuple[Output | None, ...]
     sizes: str = ""
+    notes: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """For a cache: a line of JSON, then the proto."""
@@ -70,6 +72,7 @@ class Model:
             "inputs": [asdict(value) for value in self.inputs],
             "outputs": [value and asdict(value) for value in self.outputs],
             "sizes": self.sizes,
+            "notes": self.notes,
         }
         return json.dumps(head).encode() + b"\n" + self.proto
 
@@ -83,6 +86,7 @@ class Model:
             tuple(Input(**_tuples(value)) for value in found["inputs"]),
             tuple(value and Output(**_tuples(value)) for value in found["outputs"]),
             found["sizes"],
+            tuple(found["notes"]),
         )
 
 

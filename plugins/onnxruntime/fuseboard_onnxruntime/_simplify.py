@@ -6,6 +6,7 @@ Norms and attention are the board's composites, so that those that are written o
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,15 +18,21 @@ from fuseboard_onnxruntime._torch_internals import known_true
 aten: Any = torch.ops.aten
 
 
-def first_results(graph: GraphModule) -> None:
-    """Attention without its logsumexp, norms without their statistics, pools without indices."""
+def first_results(graph: GraphModule) -> tuple[str, ...]:
+    """Attention without its logsumexp, norms without their statistics, pools without indices.
+
+    :returns: how many there are of the first two, a note each for the report.
+    """
+    counts = Counter[str]()
     for found in composites(graph):
+        counts[found.name] += 1
         target, args = _CALLS[found.name](**found.arguments)
         fuseboard.replace_composite(graph, found, target, args)
     pools = aten.max_pool2d_with_indices.default
     for node in graph.graph.find_nodes(op="call_function", target=pools):
         if _only_first(node) and _is_never_negative(node.args[0]):
             _read_first(graph.graph, node)
+    return tuple(f"composite {name} ×{times}" for name, times in sorted(counts.items()))
 
 
 def composites(graph: GraphModule) -> list[fuseboard.Composite]:

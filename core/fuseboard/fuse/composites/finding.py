@@ -88,13 +88,16 @@ def replace_composite(
 ) -> Node:
     """Put one call in the place of a composite; its nodes go, as far as nothing else reads them.
 
+    Of several composites that were found together one may be replaced after the other, also where
+    the result of one is an argument of the next.
+
     :param function: returns the composite's result, or a tuple where it has several.
     :param args: what it is called with; None for the composite's arguments in their order.
     :param results: of a function that returns a tuple, position → the node whose value that is;
         None for the composite's results in their order.
     :returns: the call.
     """
-    args = tuple(found.arguments.values() if args is None else args)
+    args = tuple(map(_standing, found.arguments.values() if args is None else args))
     if results is None and len(found.results) > 1:
         results = dict(enumerate(found.results.values()))
     with graph.graph.inserting_after(_last_of(graph, args)):
@@ -102,13 +105,29 @@ def replace_composite(
     if results is None:
         (node,) = found.results.values()
         call.meta = dict(node.meta)
-        node.replace_all_uses_with(call)
+        _put(node, call)
     else:
         _put_items(graph, call, results)
     for node in sorted({*found.nodes, *(results or {}).values()}, reverse=True):
         if not node.users:
             graph.graph.erase_node(node)
     return call
+
+
+#: In the ``meta`` of a node that a composite was found with: what stands in its place since then.
+_STANDS_FOR = "fuseboard_stands_for"
+
+
+def _put(node: Node, new: Node) -> None:
+    node.replace_all_uses_with(new)
+    node.meta[_STANDS_FOR] = new
+
+
+def _standing(value: Any) -> Any:
+    """An argument as it is by now: the result of a composite may be that of another one."""
+    while isinstance(value, Node) and _STANDS_FOR in value.meta:
+        value = value.meta[_STANDS_FOR]
+    return value
 
 
 def _put_items(graph: GraphModule, call: Node, results: Mapping[int, Node]) -> None:
@@ -122,7 +141,7 @@ def _put_items(graph: GraphModule, call: Node, results: Mapping[int, Node]) -> N
         with graph.graph.inserting_after(after):
             after = graph.graph.call_function(operator.getitem, (call, place))
         after.meta = dict(node.meta)
-        node.replace_all_uses_with(after)
+        _put(node, after)
 
 
 def _last_of(graph: GraphModule, args: Iterable[Any]) -> Node:
