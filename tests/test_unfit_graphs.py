@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import fuseboard
 from fuseboard.report.data import ledger
 from tests.support.backends import all_trips, forget_other_graphs
 from tests.support.values import rnd
@@ -247,6 +248,32 @@ def test_an_inference_tensor_is_not_saved_for_a_backward(way):
         fn(x, y).sum().backward()
         torch.testing.assert_close(y.grad, x + 1)
     assert [trip.plugin for trip in all_trips()] == ["AOTAutograd"]
+
+
+# --- inputs that are written to and have a gradient -----------------------------------------------
+
+
+@every_way
+def test_a_result_of_a_written_input_has_its_gradient(way):
+    """In eager it depends on the input as it is by then; Dynamo's own graph runs, with a note."""
+
+    def function(x, y):
+        x.mul_(2)
+        return x * y
+
+    def gradients(run):
+        x, y = rnd(3).requires_grad_(), rnd(3, seed=1).requires_grad_()
+        written = x * 1
+        run(written, y).sum().backward()
+        return written.detach(), x.grad, y.grad
+
+    fn = compiled(function, way)
+    for _ in range(2):
+        torch.testing.assert_close(gradients(fn), gradients(function))
+        assert fuseboard.wait(120)
+    assert not all_trips()
+    notes = [note for graph in ledger.graphs() for note in graph.notes]
+    assert any("it writes to an input that has a gradient" in note for note in notes)
 
 
 # --- tensors of other kinds -----------------------------------------------------------------------

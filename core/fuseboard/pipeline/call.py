@@ -135,6 +135,9 @@ def compile_graph(
         except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
             if call.pipeline.has_raised or torch_internals.is_dynamo_error(error):
                 raise
+            if isinstance(error, _LeftAsItIs):
+                call.pipeline.leave_as_it_is(str(error))
+                return as_dynamo_has_it()
             if captured is not graph:
                 return without_rewrites(describe(error))
             call.pipeline.contain_refused_graph(error)
@@ -150,6 +153,10 @@ def compile_graph(
         return as_dynamo_has_it()
     run = call.watch_autocast(chosen)
     return Compiled(call.unless_unfit(run, example_inputs), call, captured=compiled)
+
+
+class _LeftAsItIs(Exception):
+    """What AOTAutograd makes of a graph is known to be something else, so that it isn't wanted."""
 
 
 def contain_untraced(session: Session, graph: GraphModule, frame: str, why: str) -> None:
@@ -207,7 +214,7 @@ class GraphCall:
         self.input_count = len(inputs)
         if kind == "forward":
             if torch_internals.writes_cut_gradients_off():
-                raise LoweringError("it writes to an input that has a gradient, as results do")
+                raise _LeftAsItIs("it writes to an input that has a gradient, as results do")
             torch_internals.note_no_donated_buffers()
         for inner in graph.children():  # of control flow, which calls them as torch writes them
             fix_negative_bases(inner)
