@@ -97,12 +97,13 @@ def test_an_observer_that_misbehaves_is_told_once(name, caplog):
 
 
 def test_what_engines_do_when_they_are_imported_is_put_back_without_a_trip(caplog):
-    """An environment variable is told of; random numbers that were drawn aren't missed."""
+    """An environment variable and silenced logs are told of; random numbers that were drawn aren't missed."""
     with plugin_that(change_surroundings, "lower"), torch.no_grad():
         with caplog.at_level(logging.INFO, "fuseboard"):
             calls_are_eagers(compile_with("alone"))
     assert not all_trips()
-    assert "bad changed os.environ['FAKE_ENGINE'] in fuseboard_lower: put back" in caplog.text
+    said = "bad changed logging.disable from 0 to 50; os.environ['FAKE_ENGINE'] in fuseboard_lower"
+    assert f"{said}: put back" in caplog.text
 
 
 def test_regions_may_draw_random_numbers():

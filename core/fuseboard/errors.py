@@ -103,3 +103,12 @@ class RegionError(FuseboardError):
 
 class SamplingError(FuseboardError):
     """A profiling session can't start, or a path for its results can't be written."""
+
+
+def error_text(error: BaseException) -> str:
+    """An exception as ``Type: message``. A plugin's own may fail to make its message."""
+    try:
+        message = str(error)
+    except CONTAINED as problem:
+        message = f"(its message can't be made: {type(problem).__name__})"
+    return f"{type(error).__name__}: {message}"

@@ -5,6 +5,7 @@ Each is something to do; :func:`plugin_that` puts it where it is done.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.backends import claim_all, plugged
 
@@ -28,6 +30,20 @@ class AMode(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+class ADispatchMode(TorchDispatchMode):
+    """The same, of ops."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
+
+
+class SilentError(Exception):
+    """An error whose message can't be made."""
+
+    def __str__(self) -> str:
+        raise ValueError("no message")
 
 
 def enter(context: Any) -> None:
@@ -45,6 +61,10 @@ def raise_generator_exit() -> None:
 
 def raise_an_error() -> None:
     raise ValueError("the engine exploded")
+
+
+def raise_a_silent_error() -> None:
+    raise SilentError
 
 
 def hang() -> None:
@@ -69,6 +89,12 @@ CHANGES: dict[str, tuple[Callable[[], Any], str]] = {
     "level": (torch._C._functorch._grad_increment_nesting, "open levels of torch.func"),
     "dual level": (torch._C._enter_dual_level, "the level of forward-mode AD"),
     "mode": (lambda: enter(AMode()), "the torch-function modes"),
+    "dispatch mode": (lambda: enter(ADispatchMode()), "the torch-dispatch modes"),
+    "denormals": (lambda: torch.set_flush_denormal(True), "set_flush_denormal"),
+    "sparse": (
+        torch.sparse.check_sparse_tensor_invariants.enable,
+        "check_sparse_tensor_invariants",
+    ),
     "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), "set_detect_anomaly"),
     "saved tensors": (
         lambda: enter(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)),
@@ -82,6 +108,7 @@ ENDS: dict[str, tuple[Callable[[], Any], str]] = {
     "exit": (leave_by_exit, "SystemExit: the plugin's own end"),
     "generator exit": (raise_generator_exit, "GeneratorExit"),
     "error": (raise_an_error, "ValueError: the engine exploded"),
+    "silent error": (raise_a_silent_error, "its message can't be made"),
     "hang": (hang, "over|within"),
 }
 
@@ -89,6 +116,7 @@ ENDS: dict[str, tuple[Callable[[], Any], str]] = {
 def change_surroundings() -> None:
     """What an engine may do when it is imported: put back, and no reason to do without it."""
     os.environ["FAKE_ENGINE"] = "1"
+    logging.disable()
     random.random()
     torch.rand(3)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.config.sources import nearest
-from fuseboard.errors import CONTAINED, SettingsError
+from fuseboard.errors import CONTAINED, SettingsError, error_text
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def load_override(path: str, where: str, allowed: Sequence[str]) -> Override:
     try:
         module = importlib.import_module(module_name)
     except CONTAINED as error:  # importing runs the user's code: anything may be raised
-        problem = f"importing {module_name!r} raised {type(error).__name__}: {error}"
+        problem = f"importing {module_name!r} raised {error_text(error)}"
         raise SettingsError(f"{where}: {problem}") from error
     function = getattr(module, name, None)
     if function is None:

@@ -14,7 +14,7 @@ from fuseboard.board.answers import check_answer
 from fuseboard.board.deadline import deadline
 from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo, CheckedWhenRegistered
-from fuseboard.errors import CONTAINED, FuseboardError, HookTimeout, RegistrationError
+from fuseboard.errors import CONTAINED, FuseboardError, HookTimeout, RegistrationError, error_text
 
 #: Hook → the stage that it belongs to, in the order in which stages follow one another.
 STAGE_OF = {
@@ -177,7 +177,7 @@ def _describe(
     except HookTimeout as error:
         raise RegistrationError(str(error)) from error
     except CONTAINED as error:
-        problem = f"{hook} raised {type(error).__name__}: {error}"
+        problem = f"{hook} raised {error_text(error)}"
         raise RegistrationError(f"plugin {shown!r}: {problem}") from error
     if not answers:
         return None

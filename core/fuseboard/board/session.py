@@ -18,6 +18,7 @@ from fuseboard.errors import (
     HookTimeout,
     LoweringError,
     PluginError,
+    error_text,
 )
 from fuseboard.torch_api.state import StateGuard
 
@@ -84,7 +85,7 @@ class Session(Selection):
         except (LoweringError, HookTimeout, ContractError):
             raise
         except CONTAINED as error:
-            problem = f"it raised {type(error).__name__}: {error}"
+            problem = f"it raised {error_text(error)}"
             raise PluginError(plugin, hook, problem) from error
         finally:
             _current.reset(within)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fuseboard.errors import FuseboardError
+from fuseboard.errors import FuseboardError, error_text
 
 if TYPE_CHECKING:
     from fuseboard.fuse.patterns.rewriting import Patterns
@@ -58,7 +58,7 @@ def _patterns(name: str) -> Iterator[tuple[str, Patterns]]:
     try:
         module: Any = importlib.import_module(name)
     except CONTAINED as error:  # importing runs the author's code: anything may be raised
-        raise PatternsError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+        raise PatternsError(f"importing {name!r} raised {error_text(error)}") from error
     found = {key: value for key, value in vars(module).items() if isinstance(value, Patterns)}
     if not found:
         raise PatternsError(f"module {name!r} has no attribute of type fuseboard.Patterns")

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Fusion
-from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError
+from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, error_text
 from fuseboard.ops.effects import drop_unread
 from fuseboard.report.data import FusionReport
 from fuseboard.torch_api.state import StateGuard
@@ -92,7 +92,7 @@ def _apply(fusion: Fusion, plugin: str, hook: str, limit_s: float) -> None:
     except PluginError:
         raise
     except CONTAINED as error:
-        problem = f"fusion {fusion.name!r} raised {type(error).__name__}: {error}"
+        problem = f"fusion {fusion.name!r} raised {error_text(error)}"
         raise PluginError(plugin, hook, problem) from error
     if left := state.changed("answers"):
         problem = f"fusion {fusion.name!r} changed {left}, which was put back"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fuseboard.config.model import Settings
-from fuseboard.errors import LoweringError
+from fuseboard.errors import LoweringError, error_text
 from fuseboard.lower.caching import Deferred, Token
 from fuseboard.lower.isolated import LoweringRequest, LoweringResult
 from fuseboard.lower.isolation import answer_in_child
@@ -151,7 +151,7 @@ class Worker:
         except LoweringError as error:
             return LoweringResult(error=str(error), for_good=error.for_good)
         except Exception as error:  # such as a full disk; the thread has to go on
-            return LoweringResult(error=f"{type(error).__name__}: {error}", for_good=False)
+            return LoweringResult(error=error_text(error), for_good=False)
         finally:
             with self._lock:
                 self._child = None

@@ -19,7 +19,14 @@ from fuseboard.beside import is_beside
 from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Region, Verdict
-from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, WrongValues
+from fuseboard.errors import (
+    CONTAINED,
+    ContractError,
+    HookTimeout,
+    PluginError,
+    WrongValues,
+    error_text,
+)
 from fuseboard.profile.judge.copies import Copies, KeptCopies, WriteWatch
 from fuseboard.profile.judge.divergence import first_divergence
 from fuseboard.profile.judge.reference import Reference, Rule, make_reference, replayable
@@ -235,7 +242,7 @@ class CheckedRegion:
                 return replace(make_reference(graph, inputs), inner=self._inner)
             except Exception as error:  # an op may raise anything, in float64 alone or in eager too
                 boxed_function(graph, f"{self._region.name}.eager")(list(inputs))
-                return f"{type(error).__name__}: {error}"
+                return error_text(error)
 
     def _verdict_of_eager(
         self, verdict: Verdict, inputs: Sequence[Any], result: Any, rules: Sequence[Rule]

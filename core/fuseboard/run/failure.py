@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fuseboard.board import Session
 from fuseboard.contracts import FailureAction, Region, Stage, Trip
-from fuseboard.errors import PluginError, RegionError
+from fuseboard.errors import PluginError, RegionError, error_text
 from fuseboard.report.data import GraphReport
 
 log = logging.getLogger("fuseboard")
@@ -98,7 +98,7 @@ def describe(error: BaseException | str) -> str:
     """An error on one line, with the cause that a plugin's error wraps."""
     if isinstance(error, str):
         return error
-    text = f"{type(error).__name__}: {error}"
+    text = error_text(error)
     if isinstance(error, PluginError):
         text = error.problem
     return " ".join(text.split())[:500]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fuseboard.errors import LoweringError
+from fuseboard.errors import LoweringError, error_text
 from fuseboard.torch_api.symbols import (
     expression,
     in_the_example,
@@ -70,7 +70,7 @@ def sizes_of(graph: GraphModule, inputs: Sequence[Any]) -> CallSizes | None:
         data = dumps((numbers[0].node.shape_env, expressions, known), ())
     except Exception as error:  # whatever the code of an object in it raises
         raise LoweringError(
-            f"what is known of its sizes can't be sent: {type(error).__name__}: {error}"
+            f"what is known of its sizes can't be sent: {error_text(error)}"
         ) from error
     texts = (None if one is None else str(one) for one in expressions)
     return CallSizes(data, tuple(texts), (*known_facts(values), f"numbers {known}"))

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from fuseboard.errors import LoweringError
+from fuseboard.errors import LoweringError, error_text
 from fuseboard.torch_api.call_sizes import CallSizes, SymbolicInputs
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.graphs import constants_from_bytes, constants_to_bytes
@@ -58,7 +58,7 @@ def graph_to_bytes(graph: GraphModule) -> bytes:
         return pickle.dumps((sent, constants_to_bytes(graph)))
     except Exception as error:  # whatever the code of an object in the graph raises
         raise LoweringError(
-            f"Dynamo's graph can't be sent to another process: {type(error).__name__}: {error}"
+            f"Dynamo's graph can't be sent to another process: {error_text(error)}"
         ) from error
 
 

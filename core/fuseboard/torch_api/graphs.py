@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fuseboard.errors import LoweringError
+from fuseboard.errors import LoweringError, error_text
 from fuseboard.torch_api import internals as torch_internals
 
 
@@ -34,7 +34,7 @@ def graph_to_bytes(
         held = constants_to_bytes(graph)
     except Exception as error:  # whatever the code of an object in the graph raises
         raise LoweringError(
-            f"its graph can't be sent to another process: {type(error).__name__}: {error}"
+            f"its graph can't be sent to another process: {error_text(error)}"
         ) from error
     return pickle.dumps((sent, held))
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import random
 import signal
@@ -73,6 +74,7 @@ _OF_THREAD = frozenset(
         *("single level autograd function allowed", "the default device"),
         *("the torch-function modes", "the torch-dispatch modes", "__torch_function__"),
         *("torch.set_num_threads", "sys.settrace", "sys.setprofile"),
+        "torch.set_flush_denormal",
     }
 )
 
@@ -205,7 +207,7 @@ def _mode_parts() -> Iterator[StatePart]:
     for kind in ("function", "dispatch"):
         size = getattr(torch._C, f"_len_torch_{kind}_stack", None)
         at = getattr(torch._C, f"_get_{kind}_stack_at", None)
-        pop = getattr(torch._C, f"_pop_torch_{kind}_stack", None)
+        pop = _pop_of(kind)
         push = getattr(torch._C, f"_push_on_torch_{kind}_stack", None)
         if size and at and pop and push:
             stack = _ModeStack(size, at, pop, push)
@@ -213,6 +215,13 @@ def _mode_parts() -> Iterator[StatePart]:
     yield from _pair(
         torch._C, "_get_torch_function_state", "_set_torch_function_state", "__torch_function__"
     )
+
+
+def _pop_of(kind: str) -> Callable[[], Any] | None:
+    pop = getattr(torch._C, f"_pop_torch_{kind}_stack", None)
+    if pop is None or kind == "function":
+        return pop
+    return partial(pop, None)  # None: the uppermost, of whatever kind of mode
 
 
 @dataclass(frozen=True)
@@ -296,6 +305,27 @@ def _number_parts() -> Iterator[StatePart]:
             )
     for name, text in _FURTHER_SWITCHES.items():
         yield from _pair(torch._C, f"_get_{name}", f"_set_{name}", text)
+    yield from _pair(
+        torch._C,
+        "_check_sparse_tensor_invariants",
+        "_set_check_sparse_tensor_invariants",
+        "torch.sparse.check_sparse_tensor_invariants",
+    )
+    if torch.set_flush_denormal(_flushes_denormals()):  # else this CPU doesn't
+        yield StatePart("torch.set_flush_denormal", _flushes_denormals, _set_flush_denormals)
+
+
+#: The smallest normal float64; half of it is a denormal.
+_SMALLEST = sys.float_info.min
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread computes 0 where a result is denormal. Python's floats are C's."""
+    return _SMALLEST * 0.5 == 0.0
+
+
+def _set_flush_denormals(value: bool) -> None:
+    torch.set_flush_denormal(value)
 
 
 #: Names for people, of switches that aren't attributes of ``torch``.
@@ -330,6 +360,12 @@ def _python_parts() -> Iterator[StatePart]:
         yield StatePart(
             f"sys.{name}", partial(getattr, sys, name), partial(setattr, sys, name), "surroundings"
         )
+    yield StatePart(
+        "logging.disable",
+        partial(getattr, logging.root.manager, "disable"),
+        logging.disable,
+        "surroundings",
+    )
     yield StatePart("os.environ", _environment, _set_environment, "surroundings")
     yield StatePart("warnings.filters", _filters, _set_filters, "surroundings")
     yield StatePart("gc", _collector, _set_collector, "surroundings")

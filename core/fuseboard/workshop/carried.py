@@ -21,7 +21,7 @@ from fuseboard.board import Session
 from fuseboard.capture.comparison import Spreads
 from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import GraphKind
-from fuseboard.errors import LoweringError
+from fuseboard.errors import LoweringError, error_text
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.op_levels import LevelKey
@@ -141,7 +141,7 @@ def pack(
     except (LoweringError, NoCondition) as error:
         raise NotCarried(str(error)) from error
     except Exception as error:  # whatever the code of an object in it raises when it is pickled
-        raise NotCarried(f"{type(error).__name__}: {error}") from error
+        raise NotCarried(error_text(error)) from error
 
 
 def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:

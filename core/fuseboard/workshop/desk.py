@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fuseboard.beside import beside
+from fuseboard.errors import error_text
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.workshop.process import (
     Workshop,
@@ -113,7 +114,7 @@ class _Thread:
                 log.exception("fuseboard: work beside calls failed")
                 alive = order()
                 if alive is not None:
-                    alive.fail(f"{type(error).__name__}: {error}")
+                    alive.fail(error_text(error))
             del order
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fuseboard.errors import RankError
+from fuseboard.errors import RankError, error_text
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def decide_on_first_rank(
         try:
             answer = decide()
         except BaseException as error:
-            job.post(place, ["raised", f"{type(error).__name__}: {error}"])
+            job.post(place, ["raised", error_text(error)])
             raise
         job.post(place, ["answer", answer])
         return answer

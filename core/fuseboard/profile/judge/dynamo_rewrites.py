@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseboard.contracts import Verdict
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import CONTAINED, error_text
 from fuseboard.profile.judge.reference import make_reference
 from fuseboard.profile.judge.replays import generators_put_back, replayable
 from fuseboard.profile.judge.rewrites import (
@@ -66,14 +66,14 @@ def judge_dynamo_rewrites(
             read = list(leading(*copies))
             traced = make_fx(change.before, tracing_mode="real")(*read)
         except CONTAINED as error:  # eager raises it, too
-            return f"{type(error).__name__}: {error}"
+            return error_text(error)
         if reason := replayable(traced):
             return reason
         reference = make_reference(traced, read)
         try:
             results = change.after(*read)
         except CONTAINED as error:
-            return Verdict(False, f"what was rewritten raises {type(error).__name__}: {error}")
+            return Verdict(False, f"what was rewritten raises {error_text(error)}")
     return first_difference(change, reference, results)
 
 
@@ -108,7 +108,7 @@ def _other_forms(before: GraphModule, after: GraphModule, values: Sequence[Any])
     try:
         found = fake_results(after, values)
     except CONTAINED as error:
-        return f"the rewritten graph raises {type(error).__name__}: {error}"
+        return f"the rewritten graph raises {error_text(error)}"
     for number, (want, got) in enumerate(zip(wanted, found, strict=True)):
         if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
             continue

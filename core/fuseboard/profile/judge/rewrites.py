@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fuseboard.contracts import Verdict
+from fuseboard.errors import error_text
 from fuseboard.ops.estimate import is_view, value_bytes
 from fuseboard.profile.judge.reference import (
     Reference,
@@ -79,11 +80,11 @@ def judge_rewrites(
         values = run_eager(leading, inputs)
         reference = make_reference(change.before, values)
     except Exception as error:  # eager raises it, too: the user's own, if it is in the call
-        return f"{type(error).__name__}: {error}"
+        return error_text(error)
     try:
         results = run_eager(change.after, values)
     except Exception as error:  # an op may raise anything
-        return Verdict(False, f"what was rewritten raises {type(error).__name__}: {error}")
+        return Verdict(False, f"what was rewritten raises {error_text(error)}")
     return first_difference(change, reference, results)
 
 
