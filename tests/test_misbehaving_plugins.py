@@ -97,7 +97,7 @@ def test_an_observer_that_misbehaves_is_told_once(name, caplog):
 
 
 def test_what_engines_do_when_they_are_imported_is_put_back_without_a_trip(caplog):
-    """An environment variable and silenced logs are told of; random numbers that were drawn aren't missed."""
+    """The environment and silenced logs are told of; numbers that were drawn aren't missed."""
     with plugin_that(change_surroundings, "lower"), torch.no_grad():
         with caplog.at_level(logging.INFO, "fuseboard"):
             calls_are_eagers(compile_with("alone"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
 import fuseboard
@@ -86,6 +87,27 @@ def test_functions_that_decide_a_stage_go_along(stage, function):
 class Half(torch.nn.Module):
     def forward(self, x):
         return torch.sin(x * 0.5)
+
+
+def test_what_is_traced_in_a_call_doesnt_hinder_other_threads(monkeypatch):
+    """Torch lets compiled functions be called meanwhile, and Dynamo waits for its lock."""
+    answer = Answer(problem="it can't be sent", only_here=True)
+    monkeypatch.setattr("fuseboard.workshop.life.make_request", lambda *arguments: answer)
+    found, trace = [], torch.fx.Tracer.trace
+
+    def watched(*arguments):
+        found.append((torch.compiler.is_compiling(), convert_frame.compile_lock._is_owned()))
+        return trace(*arguments)
+
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model)
+        run(x)
+        monkeypatch.setattr(torch.fx.Tracer, "trace", watched)
+        end = time.monotonic() + 60
+        while not found and time.monotonic() < end:
+            run(x)
+    assert set(found) == {(True, True)}
 
 
 def test_who_waits_and_a_call_compile_a_graph_once(monkeypatch):

@@ -15,6 +15,7 @@ from fuseboard.lower.guards import keeping_sizes
 from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.run.failure import describe
 from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.torch_api.compiling import alone_in_tracing
 from fuseboard.torch_api.dynamo_graphs import Tracing, tracing_apart
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_view_strides
@@ -105,7 +106,7 @@ def compile_here(graph: DynamoGraph, inputs: Sequence[Any], why: str) -> tuple[C
     session = graph.session
     session.notes.append(f"tried within calls, not beside them: {why}")
     try:
-        with StateGuard():
+        with StateGuard(), alone_in_tracing():
             apart = compile_apart(session, graph.graph, inputs, graph.sizes, graph.frame)
         condition = apart.condition()
     except CONTAINED as error:

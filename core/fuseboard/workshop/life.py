@@ -24,6 +24,7 @@ from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.errors import CONTAINED
 from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
+from fuseboard.lower.specialise import compile_lock
 from fuseboard.pipeline.call import Compiled
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.report.data import GraphReport
@@ -307,7 +308,7 @@ class Life:
         self._report.tell_state(self.state)
 
     def _compile_on(self, inputs: Sequence[Any]) -> None:
-        with self._compiling:
+        with compile_lock, self._compiling:
             if not self.settled:  # else another thread has done it
                 self._compile(inputs)
 
