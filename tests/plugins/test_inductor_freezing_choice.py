@@ -70,17 +70,22 @@ def test_each_combination_of_sizes_is_frozen_where_that_is_asked_for():
     assert all_trips() == []
 
 
-def test_graphs_within_a_graph_are_declined():
+def test_graphs_within_a_graph_are_compiled_one_by_one():
+    """The op itself is declined; each of its graphs is a region's worth, with weights as inputs."""
+
     class Branches(Layers):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             above = super().forward(x)
             return torch.cond(x.sum() > 0, torch.sin, torch.cos, (above,))
 
     model = Branches()
-    check(model, compiled(model, NAME, "eager", min_region_us=0))
-    nodes = last_graph().nodes
-    reasons = {node.declined.get(NAME) for node in nodes if node.backend == "eager"}
-    assert "weights aren't frozen in graphs within a graph" in reasons
+    fn = compiled(model, NAME, "eager", min_region_us=0)
+    check(model, fn)
+    with torch.no_grad():
+        model.weight.mul_(-1)
+    check(model, fn, after="a change")
+    cond = [region for region in last_graph().regions if any("cond" in op for op in region.ops)]
+    assert [region.backend for region in cond] == [NAME]
     assert all_trips() == []
 
 
