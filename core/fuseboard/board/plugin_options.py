@@ -64,12 +64,13 @@ def _problem(
     settings: Settings,
 ) -> str:
     message = message.removeprefix("Value error, ")  # pydantic's, before what a validator says
+    message += "" if message.endswith((".", "?", "!")) else "."
     if not loc:  # a rule of the model as a whole
         where = settings.origin(f"plugins.{plugin}")
-        return f"plugins.{plugin} = {given!r}: {message}. Set in {where}."
+        return f"plugins.{plugin} = {given!r}: {message} Set in {where}."
     key = ".".join(str(part) for part in loc)
     name = str(loc[0])
     if name not in given:
-        return f"plugins.{plugin}.{key}: {message}. It is set nowhere."
+        return f"plugins.{plugin}.{key}: {message} It is set nowhere."
     where = settings.origin(f"plugins.{plugin}.{name}")
-    return f"plugins.{plugin}.{key} = {given[name]!r}: {message}. Set in {where}."
+    return f"plugins.{plugin}.{key} = {given[name]!r}: {message} Set in {where}."
