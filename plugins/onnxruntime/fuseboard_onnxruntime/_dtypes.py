@@ -44,6 +44,7 @@ def onnx_type(dtype: torch.dtype) -> int:
 TO_RESULT = frozenset(
     {
         aten.add.Tensor,
+        aten.add.Scalar,
         aten.sub.Tensor,
         aten.mul.Tensor,
         aten.div.Tensor,
