@@ -140,6 +140,7 @@ def test_a_script_runs_elsewhere_if_it_begins_under_its_name_alone(
 
 
 @pytest.mark.usefixtures("as_users_run_it")
+@pytest.mark.thorough
 def test_an_op_of_a_module_that_only_this_process_has(tmp_path, monkeypatch):
     """Made from a file, as test runners and notebooks do: it is compiled within a call."""
     code = OP.format(factor=3).replace("::scaled", "::alone")

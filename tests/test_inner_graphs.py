@@ -186,6 +186,7 @@ def test_what_the_user_excludes_is_excluded_inside():
 
 @pytest.mark.usefixtures("as_users_run_it", "chosen")
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.thorough
 def test_they_are_compiled_beside_the_calls(dynamic):
     """The plans for inner graphs go to the user's process with the program."""
     run = pinned(conditional, dynamic=dynamic, min_region_us=0.0)

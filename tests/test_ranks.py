@@ -88,6 +88,7 @@ def test_a_failure_on_rank_0_reaches_the_others_at_once(job):
     assert second["waited_s"] < 30
 
 
+@pytest.mark.thorough
 def test_equal_graphs_pass(job):
     """Nothing is raised on any rank."""
     assert [rank["seen"] for rank in job("same")] == ["same", "same"]

@@ -91,6 +91,7 @@ def test_eagers_random_numbers_are_a_reason():
 
 
 @pytest.mark.parametrize("random", ["eager", "fast"])
+@pytest.mark.thorough
 def test_attention_without_dropout_is_no_matter_of_random_numbers(random):
     """Inductor has no kernel for it, whatever the setting."""
     q, k, v = (rnd(1, 2, 64, 16) for _ in range(3))

@@ -70,6 +70,7 @@ def test_each_combination_of_sizes_is_frozen_where_that_is_asked_for():
     assert all_trips() == []
 
 
+@pytest.mark.thorough
 def test_graphs_within_a_graph_are_compiled_one_by_one():
     """The op itself is declined; each of its graphs is a region's worth, with weights as inputs."""
 

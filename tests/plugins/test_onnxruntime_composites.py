@@ -79,6 +79,7 @@ def exact_model(x, w, b):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.thorough
 def test_values(dynamic):
     """As near to float64 as eager's, at a mean of 10 as well, all of it on ONNX Runtime."""
     run = compiled(model, "onnxruntime", "eager", dynamic=dynamic, **OPTIONS)
