@@ -40,8 +40,7 @@ def held_against_eager(case: Case, winner: str = "timed", calls: int = 6, **opti
 
     What neither Dynamo by itself nor AOTAutograd on eager's kernels does as eager isn't held. Where
     Dynamo fails to trace what eager runs, in code that no backend has a part in, the case is seen
-    once more, with a warning that shows where: that was seen twice in many thousand traces of
-    nested transforms, never of the same case again.
+    once more, with a warning that shows where: that was seen twice in many thousand traces.
     """
     want = observations(case, lambda function: function, calls)
     assert not broken(), "eager itself broke something"

@@ -25,6 +25,7 @@ from fuseboard.ops.draws import may_draw
 from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.torch_api import aot_functions
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.compiles import untraced
 from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
 
 _MODES = tuple(part for part in ANSWER_PARTS if "autocast" in part.name)
@@ -105,6 +106,7 @@ class Gradients:
         context.fuseboard_call = call
         return results
 
+    @untraced  # a gradient may be asked for in a frame that Dynamo compiles
     def _gradients(self, own: Run, context: Any, *values: Any) -> Any:
         boxed = len(values) == 1 and isinstance(values[0], list)
         gradients = list(values[0] if boxed else values)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fuseboard.torch_api.compiles import untraced
+
 
 def autocast_is_on() -> bool:
     """Whether autocast is on for any kind of device; AOTAutograd switches it off while it runs."""
@@ -77,14 +79,14 @@ def before_backward(results: Any, hook: Callable[[], None]) -> None:
     nodes = {r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn}
     made = {_made_by_aot_autograd(node) for node in nodes} - {None}
     for node in made:
-        node.register_prehook(lambda gradients: hook())
+        node.register_prehook(untraced(lambda gradients: hook()))
 
 
 def before_any_backward(results: Any, hook: Callable[[], None]) -> None:
     """Call a function before the backward of what made each of these results."""
     nodes = {r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn}
     for node in nodes:
-        node.register_prehook(lambda gradients: hook())
+        node.register_prehook(untraced(lambda gradients: hook()))
 
 
 def _made_by_aot_autograd(node: Any) -> Any:
