@@ -294,6 +294,10 @@ def train_gpt2(batch: int, length: int) -> Workload:
     return Workload(loss, inputs, training=True, optimizer=False)
 
 
+#: The size of BERT's vocabulary.
+_WORDS = 30522
+
+
 def train_bert(batch: int = 4, length: int = 128, layers: int = 4) -> Workload:
     """A classifier of two classes, without dropout, so that a step has a reference."""
     model = _from_config(
@@ -303,13 +307,7 @@ def train_bert(batch: int = 4, length: int = 128, layers: int = 4) -> Workload:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     ).train()
-    inputs = _pool(
-        lambda g: (
-            torch.randint(30522, (batch, length), generator=g),
-            torch.randint(2, (batch,), generator=g),
-        )
-    )
-    return Workload(_Loss(_Call(model, "logits", "input_ids")), inputs, training=True)
+    return _bert_losses(model, (batch, length), 2, (batch,))
 
 
 def train_masked_bert(batch: int = 4, length: int = 128) -> Workload:
@@ -324,10 +322,17 @@ def train_masked_bert(batch: int = 4, length: int = 128) -> Workload:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     ).train()
+    return _bert_losses(model, (batch, length), _WORDS, (batch, length))
+
+
+def _bert_losses(
+    model: Any, tokens: tuple[int, ...], classes: int, targets: tuple[int, ...]
+) -> Workload:
+    """Steps on tokens and on targets of these shapes."""
     inputs = _pool(
         lambda g: (
-            torch.randint(30522, (batch, length), generator=g),
-            torch.randint(30522, (batch, length), generator=g),
+            torch.randint(_WORDS, tokens, generator=g),
+            torch.randint(classes, targets, generator=g),
         )
     )
     return Workload(_Loss(_Call(model, "logits", "input_ids")), inputs, training=True)
