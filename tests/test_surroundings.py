@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseboard.backend  # noqa: F401  # rich draws from Python's generator when it is imported
 from fuseboard.contracts import Measurement
@@ -79,8 +80,15 @@ def _failed_in_dynamo(error: BaseException) -> str:
 
 
 def _compiled(backend: str, **options: Any) -> Any:
+    """Compiles anew, as a process that has traced nothing yet.
+
+    What torch keeps of earlier traces (``FakeTensorMode.cache``) makes some later ones fail, with
+    any backend: the Hessian of a view of a view is traced once ("has_fw_view() INTERNAL ASSERT").
+    """
+
     def compile_it(function: Any) -> Any:
         torch._dynamo.reset()
+        FakeTensorMode.cache_clear()
         return torch.compile(function, backend=backend, options=options or None)
 
     return compile_it
