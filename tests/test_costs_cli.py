@@ -215,10 +215,9 @@ def test_forget_needs_to_be_told_what(filled):
 # --- passing on -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["shared.json", "shared.db"])
-def test_a_cluster_shares_a_file(filled, tmp_path, monkeypatch, name):
+def test_a_cluster_shares_a_file(filled, tmp_path, monkeypatch):
     """One machine exports, another one imports, and then has the same."""
-    shared = tmp_path / name
+    shared = tmp_path / "shared.json"
     assert costs("export", str(shared)) == (f"wrote 2 decisions and 1 tuning records to {shared}\n")
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "elsewhere"))
     told = [
@@ -252,7 +251,7 @@ def test_a_wrong_file_is_refused(filled, tmp_path):
     """The error says what it is not; damaged entries of a right one are counted."""
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}")
-    assert "neither a JSON nor an SQLite file that `fuseboard costs export`" in refused(
+    assert "neither a database nor what `fuseboard costs export` wrote" in refused(
         "import", str(wrong)
     )
     wrong.write_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -170,29 +169,6 @@ def test_a_plugin_that_changes_the_graph_it_is_asked_about():
         check(compiled(f, "bad", "good"), rnd(3, 5))
     assert {trip.plugin for trip in all_trips()} <= {"bad"}
     assert len(last_graph().nodes) == 3
-
-
-def test_lowering_on_another_thread_than_the_main_one():
-    """There a limit is kept by a watchdog."""
-    problems = []
-
-    def slow(region):
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            time.sleep(0.01)
-
-    def work():
-        try:
-            check(compiled(f, "bad", hook_limit_s=LIMIT_S), rnd(3))
-        except BaseException as error:
-            problems.append(error)
-
-    with plugged("bad", lower=slow):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert not problems
-    assert "hook_limit_s" in all_trips()[0].error
 
 
 # --- the policy ----------------------------------------------------------------------------------

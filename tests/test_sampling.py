@@ -419,7 +419,7 @@ def test_a_sampler_is_stopped_where_the_process_itself_ignores_ctrl_c(tmp_path):
 
 
 def test_sessions_work_in_any_thread():
-    """The limits of a sampler's methods are kept by a watchdog there."""
+    """Not on the main one alone."""
     sampler = FakeSampler(starting=2, processing=1)
     with sampling_with(sampler) as name:
         profiler = SamplingProfiler(sampler=name, stop_at_error=True)

@@ -246,7 +246,7 @@ def forget(
 
 @costs.command()
 def export(
-    path: Annotated[Path, typer.Argument(help="JSON if it ends in .json, else SQLite.")],
+    path: Annotated[Path, typer.Argument(help="The file, in JSON.")],
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write all decisions and tuning records to one file, for other machines of the same kind."""

@@ -184,7 +184,7 @@ class CostDatabase:
     # --- exchange -------------------------------------------------------------------------------
 
     def export(self, path: Path) -> tuple[int, int]:
-        """Write everything to a file of its own: JSON if its name ends in .json, else SQLite.
+        """Write everything to a file of its own, in JSON.
 
         :returns: how many decisions and records it has.
         :raises CostsError: it can't be written, or it is this database's own file.

@@ -1,4 +1,4 @@
-"""Files of decisions that people pass on: JSON, or SQLite like the database itself."""
+"""Files of decisions that people pass on, in JSON; databases can be read as well."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.errors import CostsError
-from fuseboard.profile.costs.file import Foreign, Unusable, check, connected, transaction, upgrade
+from fuseboard.profile.costs.file import Foreign, Unusable, check, connected
 from fuseboard.profile.costs.rows import (
     PUT,
     PUT_RECORD,
@@ -114,18 +114,6 @@ def write_export(
     :raises CostsError: it can't be written.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    write = _write_json if path.suffix == ".json" else _write_sqlite
-    try:
-        write(temporary, decisions, records)
-        os.replace(temporary, path)
-    except (OSError, sqlite3.Error) as error:
-        raise CostsError(f"{path} can't be written: {_why(error)}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def _write_json(path: Path, decisions: Sequence[Decision], records: Sequence[TuningRecord]) -> None:
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -140,16 +128,14 @@ def _write_json(path: Path, decisions: Sequence[Decision], records: Sequence[Tun
             for record in records
         ],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _write_sqlite(
-    path: Path, decisions: Sequence[Decision], records: Sequence[TuningRecord]
-) -> None:
-    with connected(path, "rwc") as connection, transaction(connection):
-        upgrade(connection)
-        connection.executemany(PUT, map(row_of, decisions))
-        connection.executemany(PUT_RECORD, map(record_row_of, records))
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CostsError(f"{path} can't be written: {_why(error)}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -192,7 +178,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _read_json(path: Path) -> Content:
-    wrong = f"{path} is neither a JSON nor an SQLite file that `fuseboard costs export` wrote"
+    wrong = f"{path} is neither a database nor what `fuseboard costs export` wrote"
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
