@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import io
 import itertools
@@ -21,6 +20,7 @@ from typer.testing import CliRunner
 
 from fuseboard.cli import demo as command
 from fuseboard.cli.main import app
+from fuseboard.contracts import Measurement
 from fuseboard.demo import docstrings, search, speed
 
 PACKAGES = ("numpy", "safetensors", "tokenizers", "transformers", search.WEIGHTS)
@@ -93,7 +93,7 @@ def test_a_signature_is_no_text(doc, text):
     assert docstrings.first_paragraph(doc, "f") == text
 
 
-# --- search and race ----------------------------------------------------------------------------
+# --- search, and speed ----------------------------------------------------------------------------
 
 
 def test_the_best_are_the_nearest_and_ties_keep_their_order():
@@ -126,42 +126,27 @@ def test_arms_have_code_of_their_own():
     assert asked == ["a", "b", "c"]
 
 
-def test_a_race_takes_turns(monkeypatch):
-    """Every arm once a round, in changing order; garbage collection comes back on."""
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
-    ran = []
-    arms = {name: (lambda name=name: ran.append(name)) for name in ("a", "b", "c")}
-    speeds = speed.race(arms)
-    rounds = [tuple(ran[i : i + 3]) for i in range(9, len(ran), 3)]
-    assert len(rounds) == speed.MIN_ROUNDS
-    assert {tuple(sorted(names)) for names in rounds} == {("a", "b", "c")}
-    assert len(set(rounds)) > 1
-    assert set(speeds["a"].against) == {"b", "c"}
-    assert gc.isenabled()
-
-
-def test_the_words_for_a_ratio_need_most_rounds():
-    """A difference that half of the rounds deny isn't claimed."""
-    assert command._judged(1.01, 1.2) == "faster than"
-    assert command._judged(0.97, 1.2) == "about as fast as"
-    assert command._judged(0.8, 0.99) == "slower than"
+def test_the_words_for_a_ratio_need_most_calls():
+    """A difference that half of the calls deny isn't claimed."""
+    other = Measurement(latency_us=100.0, low_us=95.0, high_us=105.0, calls=9)
+    for middle, words in ((80, "faster than"), (92, "about as fast as"), (120, "slower than")):
+        board = Measurement(middle, middle - 5.0, middle + 5.0, calls=9)
+        assert command._judged(board, other) == words
 
 
 def test_ratios_of_speed_are_those_of_the_times_beside_them():
-    """The median of the rounds' ratios may be another one; it isn't told as if it were theirs."""
+    """Of the medians."""
     shown = io.StringIO()
     outcome = command.Outcome([], 16, first_s={"eager": 0.5, "fuseboard": 3.0})
     outcome.speeds = {
-        "eager": speed.Speed(630.0, {"fuseboard": (0.8, 0.9, 1.0)}, 8),
-        "fuseboard": speed.Speed(600.0, {"eager": (1.0, 1.1, 1.25)}, 8),
+        "eager": Measurement(630e3, 620e3, 640e3, 8),
+        "fuseboard": Measurement(600e3, 590e3, 610e3, 9),
     }
     command._Demo(Console(file=shown, width=200), 0, 0)._speeds(outcome)
-    _, eager, board, *_ = (line.split() for line in shown.getvalue().splitlines())
-    assert eager[:4] == ["eager", "25", "630.0", "1.00"]
-    assert board[:4] == ["fuseboard", "27", "600.0", "1.05"]
-    assert "1.05 times its speed by the medians, 1.00 to 1.25 times in the middle half" in (
-        shown.getvalue()
-    )
+    _, eager, board, verdict = shown.getvalue().splitlines()
+    assert eager.split()[:4] == ["eager", "25", "630.0", "1.00"]
+    assert board.split()[:4] == ["fuseboard", "27", "600.0", "1.05"]
+    assert "faster than eager here: 1.05 times its speed by the medians of 9 and 8" in verdict
 
 
 # --- when something is missing --------------------------------------------------------------------
@@ -220,7 +205,7 @@ def test_the_demo_answers_as_eager_does(monkeypatch):
     """Real weights, a few texts, no compiler: one graph, the same ranking, two arms measured."""
     monkeypatch.setenv("FUSEBOARD_BACKENDS", "eager")
     monkeypatch.setenv("CXX", "nonsuch-c++")
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(command, "RACE_S", 0.0)
     result = run("--texts", "40", "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,9 +22,9 @@ from fuseboard.cli import INTERRUPTED
 from fuseboard.errors import FuseboardError
 
 if TYPE_CHECKING:
+    from fuseboard.contracts import Measurement
     from fuseboard.demo.docstrings import Docstring
     from fuseboard.demo.search import Embed, Found, Model
-    from fuseboard.demo.speed import Speed
     from fuseboard.explanations.explanation import Explanation
 
 QUESTIONS = (
@@ -36,6 +37,9 @@ QUESTIONS = (
 
 #: Answers that must be the same, and those that are printed.
 COMPARED, PRINTED = 5, 2
+
+#: Seconds of measuring.
+RACE_S = 12.0
 
 
 def demo(
@@ -70,7 +74,7 @@ class Outcome:
 
     :ivar difference: the largest between a component of eager's vectors and of fuseboard's; the
         vectors have length 1.
-    :ivar speeds: arm → what a batch took.
+    :ivar speeds: arm → how long a batch takes.
     :ivar first_s: arm → seconds until the first batch was done, the compile included.
     """
 
@@ -79,7 +83,7 @@ class Outcome:
     eager: list[Found] = field(default_factory=list)
     board: list[Found] = field(default_factory=list)
     difference: float = 0.0
-    speeds: dict[str, Speed] = field(default_factory=dict)
+    speeds: dict[str, Measurement] = field(default_factory=dict)
     first_s: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     explanation: Explanation | None = None
@@ -107,11 +111,11 @@ class Outcome:
             ],
             "speed": {
                 name: {
-                    **dataclasses.asdict(speed),
-                    "embeddings_per_s": self.batch / speed.call_ms * 1e3,
+                    **dataclasses.asdict(one),
+                    "embeddings_per_s": self.batch / one.latency_us * 1e6,
                     "first_batch_s": self.first_s[name],
                 }
-                for name, speed in self.speeds.items()
+                for name, one in self.speeds.items()
             },
             "left_out": self.left_out,
             "report": self.explanation.as_dict() if self.explanation else None,
@@ -236,8 +240,8 @@ class _Demo:
         """Eager, Inductor and fuseboard in turn."""
         import torch
 
-        from fuseboard.demo import speed
         from fuseboard.lower.background import wait
+        from fuseboard.profile.choose.measure import measure
         from fuseboard.report.data import ledger
 
         start = time.perf_counter()
@@ -246,7 +250,7 @@ class _Demo:
         if outcome.explanation is not None:
             outcome.explanation.graphs = ledger.current(outcome.explanation.graphs)
         self._tell(f"fuseboard's choice settled after another {time.perf_counter() - start:.1f} s")
-        self._say("Measuring: the three in turn, in random order, on the same batches")
+        self._say("Measuring: the three in turn, on the same batch")
         arms: dict[str, Embed] = {"eager": embed}
         plain = self._inductor(outcome, model, embed)
         if plain is not None:
@@ -254,13 +258,9 @@ class _Demo:
         arms["fuseboard"] = board
         batch = model.batches([f"{e.name}: {e.text}" for e in outcome.entries])[0]
 
-        def calls(function: Embed) -> Callable[[], Any]:
-            return lambda: function(*batch)
-
-        with torch.no_grad(), self._bar("rounds", speed.MAX_ROUNDS) as move:
-            outcome.speeds = speed.race(
-                {name: calls(arm) for name, arm in arms.items()}, lambda now, of: move(now)
-            )
+        calls = [partial(arm, *batch) for arm in arms.values()]
+        with torch.no_grad(), self._busy("measuring"):
+            outcome.speeds = dict(zip(arms, measure(calls, RACE_S), strict=True))
         self._speeds(outcome)
 
     def _inductor(self, outcome: Outcome, model: Model, embed: Embed) -> Embed | None:
@@ -289,25 +289,26 @@ class _Demo:
         table.add_column("")
         for column in ("embeddings/s", "ms a batch", "against eager", "first batch"):
             table.add_column(column, justify="right")
-        for name, speed in outcome.speeds.items():
+        eager_us = outcome.speeds["eager"].latency_us
+        for name, one in outcome.speeds.items():
             table.add_row(
                 Text(name, style="bold" if name == "fuseboard" else ""),
-                f"{outcome.batch / speed.call_ms * 1e3:.0f}",
-                f"{speed.call_ms:.1f}",
-                f"{outcome.speeds['eager'].call_ms / speed.call_ms:.2f}",
+                f"{outcome.batch / one.latency_us * 1e6:.0f}",
+                f"{one.latency_us / 1e3:.1f}",
+                f"{eager_us / one.latency_us:.2f}",
                 f"{outcome.first_s[name]:.1f} s",
             )
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
         for name, reason in outcome.left_out.items():
             self._tell(Text(f"without {name}: {reason}", style="yellow"))
         board = outcome.speeds["fuseboard"]
-        for other, (low, _, high) in board.against.items():
-            times = outcome.speeds[other].call_ms / board.call_ms
-            self._tell(
-                f"fuseboard is {_judged(low, high)} {other} here: {times:.2f} times its speed by "
-                f"the medians, {low:.2f} to {high:.2f} times in the middle half of "
-                f"{board.rounds} rounds"
-            )
+        for name, other in outcome.speeds.items():
+            if name != "fuseboard":
+                times = other.latency_us / board.latency_us
+                self._tell(
+                    f"fuseboard is {_judged(board, other)} {name} here: {times:.2f} times its "
+                    f"speed by the medians of {board.calls} and {other.calls} calls"
+                )
 
     def _report(self, outcome: Outcome) -> None:
         from fuseboard.explanations.text import show
@@ -345,8 +346,8 @@ class _Demo:
             yield lambda now: progress.update(task, completed=now)
 
 
-def _judged(low: float, high: float) -> str:
-    """Ratios of speeds in words: a difference counts if three quarters of the rounds show it."""
-    if low > 1.0:
+def _judged(board: Measurement, other: Measurement) -> str:
+    """Times in words: a difference counts if three quarters of the calls lie beyond the other's."""
+    if board.high_us < other.low_us:
         return "faster than"
-    return "slower than" if high < 1.0 else "about as fast as"
+    return "slower than" if board.low_us > other.high_us else "about as fast as"

@@ -1,36 +1,15 @@
-"""Measure several ways to run one function against each other, in turn."""
+"""The ways to run one function that the demo measures against each other."""
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import shutil
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
-
-#: Rounds: at least, at most, and no further one after so many seconds.
-MIN_ROUNDS, MAX_ROUNDS, SECONDS = 8, 40, 12.0
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one arm took.
-
-    :ivar call_ms: the median.
-    :ivar against: other arm → this arm's speed over that one's: quartiles of the rounds' ratios.
-    """
-
-    call_ms: float
-    against: dict[str, tuple[float, float, float]]
-    rounds: int
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -65,49 +44,3 @@ def inductor(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[str
         return lower(graph, inputs)
 
     return torch.compile(own_code(function, "embed_inductor"), backend=counting), compiled
-
-
-def race(
-    arms: Mapping[str, Callable[[], Any]], done: Callable[[int, int], None] = lambda now, of: None
-) -> dict[str, Speed]:
-    """Time the arms round by round, in random order within a round, without garbage collection.
-
-    :param done: told after each round which one it was, and of how many at most.
-    """
-    for arm in arms.values():
-        for _ in range(3):
-            arm()
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    order = random.Random(0)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        begin = time.perf_counter()
-        for number in range(MAX_ROUNDS):
-            for name in order.sample(list(arms), len(arms)):
-                start = time.perf_counter()
-                arms[name]()
-                times[name].append(time.perf_counter() - start)
-            done(number + 1, MAX_ROUNDS)
-            if number + 1 >= MIN_ROUNDS and time.perf_counter() - begin > SECONDS:
-                break
-    finally:
-        if collecting:
-            gc.enable()
-    return {
-        name: Speed(
-            call_ms=statistics.median(own) * 1e3,
-            against={
-                other: _quartiles([o / s for o, s in zip(theirs, own, strict=True)])
-                for other, theirs in times.items()
-                if other != name
-            },
-            rounds=len(own),
-        )
-        for name, own in times.items()
-    }
-
-
-def _quartiles(ratios: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return low, middle, high
