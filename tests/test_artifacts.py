@@ -138,7 +138,7 @@ def region_of(function, *inputs, **changes) -> Region:
 
 
 def parts_of(region: Region) -> dict[str, str]:
-    return dict(region_key(region, BackendInfo("fake"), None, []).parts)
+    return dict(region_key(region, BackendInfo("fake"), (), []).parts)
 
 
 def test_a_regions_key_holds_every_part():
@@ -203,7 +203,7 @@ def test_static_inputs_and_wholeness_are_parts():
 def test_unknown_values_that_are_built_in_have_no_key():
     """No caching is better than another model's weights."""
     with pytest.raises(NotCacheable, match="builds in the values of weights"):
-        region_key(region_of(torch.relu, torch.randn(3)), BackendInfo("fake"), None, None)
+        region_key(region_of(torch.relu, torch.randn(3)), BackendInfo("fake"), (), None)
 
 
 def test_functions_with_values_of_their_own_need_a_key():

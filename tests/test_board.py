@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import ModuleType
 
 import pluggy
@@ -23,6 +25,7 @@ from fuseboard.board.registry import BUILT_IN
 from fuseboard.config import resolve
 from fuseboard.contracts import Event, Verdict
 from fuseboard.errors import LoweringError, PluginError, RegistrationError, SettingsError
+from fuseboard.profile.choose import stored_decision
 from tests.board_fakes import (
     FakeDistribution,
     FakeEntryPoint,
@@ -369,7 +372,36 @@ def test_a_plugins_code_is_its_package(tmp_path, module, package, home):
     owner.fuseboard_backend = backend("own").fuseboard_backend
     board = a_board()
     board.register(owner, "own")
-    assert board.session(resolve()).home("own") == tmp_path / home
+    assert board.session(resolve()).homes("own") == (tmp_path / home, Path(__file__).parent)
+
+
+def test_a_plugins_code_is_also_where_its_patterns_are(tmp_path, monkeypatch):
+    """A pattern that is imported from another package is noticed when it changes."""
+    package, plugin = tmp_path / "shared_patterns", tmp_path / "uses_them.py"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text(
+        "import fuseboard, torch\n"
+        "def search(x): return x.cos().sin()\n"
+        "cosine = fuseboard.Pattern('cosine', search, [torch.empty(2)], torch.sin)\n"
+    )
+    plugin.write_text(
+        "import fuseboard, shared_patterns\n"
+        "patterns = fuseboard.Patterns([shared_patterns.cosine])\n"
+        "@fuseboard.hookimpl\n"
+        "def fuseboard_fuse(graph, kind): return patterns.fusions(graph, kind)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    board = a_board()
+    board.register(importlib.import_module("uses_them"), "own")
+    session = board.session(resolve())
+    assert session.homes("own") == (plugin, package)
+
+    def parts():
+        return stored_decision._session_parts(session)["rewriters"]
+
+    before = parts()
+    package.joinpath("__init__.py").write_text("# changed")
+    assert parts() != before
 
 
 def test_a_board_without_eager_says_so():

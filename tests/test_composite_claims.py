@@ -238,7 +238,7 @@ def test_artifacts_depend_on_what_composites_are(monkeypatch):
     info = fuseboard.BackendInfo(name="kernels")
 
     def key():
-        return cache_keys.region_key(region, info, None, []).parts
+        return cache_keys.region_key(region, info, (), []).parts
 
     before, real = key(), cache_keys.code_hash
     changed = Path(norms.__file__).parents[1]

@@ -194,6 +194,11 @@ class CheckedWhenRegistered(ABC):
         :raises FuseboardError: the plugin can't be used.
         """
 
+    @property
+    @abstractmethod
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The author's functions that it is made of: their modules' code is the plugin's."""
+
 
 @dataclass(frozen=True)
 class Fusion:

@@ -40,17 +40,20 @@ class Override:
         return self.module != "__main__" and getattr(found, "__spec__", None) is not None
 
     @property
-    def home(self) -> Path | None:
-        """The package or file that its code is in; None where it has none."""
-        return home_of(sys.modules.get(self.module))
+    def homes(self) -> tuple[Path, ...]:
+        """The package or file that its code is in; none where it is in no file."""
+        return homes_of(sys.modules.get(self.module))
 
 
-def home_of(module: Any) -> Path | None:
-    """The package that a module is in, or its file; None where it has none."""
-    file = getattr(module, "__file__", None)
-    if file is None or not Path(file).is_file():
-        return None
-    return Path(file).parent if getattr(module, "__package__", None) else Path(file)
+def homes_of(*modules: Any) -> tuple[Path, ...]:
+    """The packages that modules are in, or their files. torch's own is told by its version."""
+    found: dict[Path, None] = {}
+    for module in modules:
+        file = getattr(module, "__file__", None)
+        if file is None or not Path(file).is_file() or module.__name__.partition(".")[0] == "torch":
+            continue
+        found[Path(file).parent if getattr(module, "__package__", None) else Path(file)] = None
+    return tuple(one for one in found if found.keys().isdisjoint(one.parents))
 
 
 def load_override(path: str, where: str, allowed: Sequence[str]) -> Override:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class PluginState:
 class Examined:
     """What a plugin turned out to be.
 
+    :ivar functions: its hooks, and what its patterns are made of; wherever they are defined.
     :ivar relay: calls this plugin's hooks and nobody else's. Each plugin has a manager of its
         own, so a session goes on working after the plugin has been taken off the board.
     """
@@ -71,6 +72,7 @@ class Examined:
     hooks: frozenset[str]
     relay: pluggy.HookRelay
     info: BackendInfo | None
+    functions: tuple[Callable[..., Any], ...] = ()
 
     def pass_order(self, hook: str) -> hookspecs.PassOrder | None:
         """What the plugin says of the order of a hook's rewrites; None where it says nothing."""
@@ -139,14 +141,20 @@ def examine(plugin: object, name: str | None, limit_s: float) -> Examined:
         manager.register(plugin, name=shown)
     except (pluggy.PluginValidationError, ValueError, TypeError) as error:
         raise RegistrationError(f"plugin {shown!r}: {error}") from error
-    _check_attributes(plugin, shown, limit_s)
+    declared = _checked_attributes(plugin, shown, limit_s)
     callers = manager.get_hookcallers(plugin) or []
-    hooks = frozenset(caller.name for caller in callers)
-    return Examined(hooks, manager.hook, _describe(manager, shown, name, limit_s))
+    functions = [one.function for caller in callers for one in caller.get_hookimpls()]
+    functions += [function for one in declared for function in one.functions]
+    return Examined(
+        hooks=frozenset(caller.name for caller in callers),
+        relay=manager.hook,
+        info=_describe(manager, shown, name, limit_s),
+        functions=tuple(functions),
+    )
 
 
-def _check_attributes(plugin: object, shown: str, limit_s: float) -> None:
-    """Check what a plugin has declared beside its hooks, such as patterns.
+def _checked_attributes(plugin: object, shown: str, limit_s: float) -> list[CheckedWhenRegistered]:
+    """What a plugin has declared beside its hooks, such as patterns.
 
     :raises RegistrationError: it can't be used.
     """
@@ -154,16 +162,17 @@ def _check_attributes(plugin: object, shown: str, limit_s: float) -> None:
     def late() -> Exception:
         return RegistrationError(f"plugin {shown!r}: checking it took over {limit_s:g} s")
 
-    for attribute in dir(plugin):
-        declared = inspect.getattr_static(plugin, attribute)
-        if isinstance(declared, CheckedWhenRegistered):
-            try:
-                with deadline(limit_s, late):
-                    declared.check()
-            except RegistrationError:
-                raise
-            except FuseboardError as error:
-                raise RegistrationError(f"plugin {shown!r}: {error}") from error
+    attributes = [inspect.getattr_static(plugin, name) for name in dir(plugin)]
+    found = [one for one in attributes if isinstance(one, CheckedWhenRegistered)]
+    for declared in found:
+        try:
+            with deadline(limit_s, late):
+                declared.check()
+        except RegistrationError:
+            raise
+        except FuseboardError as error:
+            raise RegistrationError(f"plugin {shown!r}: {error}") from error
+    return found
 
 
 def _describe(

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from fuseboard import hookspecs
-from fuseboard.board.overrides import Override, home_of, load_override
+from fuseboard.board.overrides import Override, homes_of, load_override
 from fuseboard.board.pass_order import CircleError, Precedence, in_pass_order
 from fuseboard.board.plugin_options import plugin_options
 from fuseboard.board.registration import PluginState, RegisteredPlugin, in_default_order
@@ -271,12 +271,12 @@ class Selection:
         """Who decides a stage by the settings; "" where they name nobody."""
         return self.settings.stages.get(stage, "")
 
-    def override_homes(self) -> dict[str, Path | None]:
-        """Stage → the package or file of the function or plugin that the settings name for it."""
+    def override_homes(self) -> dict[str, tuple[Path, ...]]:
+        """Stage → where the code is of the function or plugin that the settings name for it."""
         return {
-            hook.removeprefix("fuseboard_"): one.home
+            hook.removeprefix("fuseboard_"): one.homes
             if isinstance(one, Override)
-            else self.home(one)
+            else self.homes(one)
             for hook, one in self._overrides.items()
         }
 
@@ -310,13 +310,16 @@ class Selection:
         entry = self._entries.get(plugin)
         return entry is not None and entry.backend is not None and entry.backend.bakes_constants
 
-    def home(self, plugin: str) -> Path | None:
-        """The package or file that a plugin's code is in; None where it has none."""
+    def homes(self, plugin: str) -> tuple[Path, ...]:
+        """The packages and files that a plugin's code is in: its module's, hooks', patterns'."""
         entry = self._entries.get(plugin)
-        owner = entry.plugin if entry is not None else None
+        if entry is None or entry.examined is None:
+            return ()
+        owner = entry.plugin
         if not isinstance(owner, ModuleType):
             owner = sys.modules.get(type(owner).__module__)
-        return home_of(owner)
+        names = [getattr(one, "__module__", None) for one in entry.examined.functions]
+        return homes_of(owner, *(sys.modules.get(name or "") for name in names))
 
     def module_name(self, plugin: str) -> str | None:
         """The module that another process must import and register to have a plugin.

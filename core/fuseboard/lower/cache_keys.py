@@ -40,14 +40,14 @@ class NotCacheable(Exception):
 def region_key(
     region: Region,
     info: BackendInfo,
-    home: Path | None,
+    homes: Sequence[Path],
     baked: Sequence[str] | None,
     facts: str | None = None,
 ) -> Key:
     """The key of a region that is about to be lowered.
 
     :param region: with the graph that the backend is given: decomposed, fused, hoisted.
-    :param home: the file or package whose code makes the artifact.
+    :param homes: the files and packages whose code makes the artifact.
     :param baked: hashes of what the backend builds in; None where it builds in values that can't
         be had.
     :param facts: what was known of its sizes when it was lowered; None: what is known now.
@@ -64,7 +64,7 @@ def region_key(
         "random": region.random,
         "weights": " ".join(baked),
         "fingerprint": info.fingerprint,
-        "code": code_hash(home) if home else "",
+        "code": " ".join(map(code_hash, homes)),
         "composites": code_hash(Path(__file__).parents[1] / "fuse"),
         "options": plugin_options_text(region.options),
         **_parts(region.graph, region.backend, region.kind, region.static_inputs),

@@ -173,7 +173,7 @@ class Cache:
         if not self._carried:
             self._facts[region.signature] = size_facts(region.graph)
         facts = self._facts.get(region.signature)
-        return region_key(region, info, self._session.home(info.name), baked, facts)
+        return region_key(region, info, self._session.homes(info.name), baked, facts)
 
     def _info(self, backend: str) -> BackendInfo:
         return next(info for info in self._session.backends if info.name == backend)

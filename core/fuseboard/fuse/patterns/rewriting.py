@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ class Patterns(CheckedWhenRegistered):
             self._load(pattern)
             for kind in pattern.kinds:
                 pattern.form(kind, {})
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        given = [f for one in self.patterns for f in (one.search, one.replace, one.check)]
+        return tuple(function for function in given if function is not None)
 
     def _load(self, pattern: Pattern) -> None:
         if self.files is not None:

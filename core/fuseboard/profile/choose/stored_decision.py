@@ -208,8 +208,7 @@ def _rewriters(session: Session) -> list[str]:
 
 
 def _described(session: Session, plugin: str, fingerprint: str) -> str:
-    home = session.home(plugin)
-    code = code_hash(home) if home is not None else ""
+    code = " ".join(map(code_hash, session.homes(plugin)))
     return f"{plugin} {fingerprint} {code} {plugin_options_text(session.options(plugin))}"
 
 
@@ -217,7 +216,7 @@ def _settings(session: Session) -> str:
     values: dict[str, Any] = {name: getattr(session.settings, name) for name in _SETTINGS}
     homes = session.override_homes()
     values["code of stages"] = {
-        stage: code_hash(home) for stage, home in homes.items() if home is not None
+        stage: [*map(code_hash, own)] for stage, own in homes.items() if own
     }
     return json.dumps(values, sort_keys=True, default=repr)
 
