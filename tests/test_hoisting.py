@@ -41,6 +41,27 @@ def test_what_is_small_is_not_hoisted():
     assert hoisted() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+@pytest.mark.whole
+def test_a_weight_of_8_bits_stays_narrow(dtype):
+    """It isn't kept as floats, which are four times as large, beside it; wider ones are."""
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", (100 * rnd(128, 130)).abs().clamp(0, 127).to(dtype))
+            self.scale = nn.Parameter(rnd(128, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.held.to(torch.float32) * self.scale)
+
+    model, x = Narrow(), rnd(3, 130)
+    fn = compiled(model)
+    with torch.no_grad():
+        assert_same(fn(x), model(x))
+    assert hoisted() == (dtype == torch.int16)
+
+
 def test_training_graphs_are_not_hoisted(hoisting):
     """Gradients flow to the weights themselves."""
     kind, backend = hoisting

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         find_composites,
         replace_composite,
     )
+    from fuseboard.fuse.constants import widens
     from fuseboard.fuse.patterns.claims import claim_patterns
     from fuseboard.fuse.patterns.pattern import Pattern, PatternMatch
     from fuseboard.fuse.patterns.rewriting import Patterns
@@ -128,6 +129,7 @@ _HOMES = {
         "find_composites",
         "replace_composite",
     ),
+    "fuseboard.fuse.constants": ("widens",),
     "fuseboard.fuse.patterns.claims": ("claim_patterns",),
     "fuseboard.fuse.patterns.pattern": ("Pattern", "PatternMatch"),
     "fuseboard.fuse.patterns.rewriting": ("Patterns",),
@@ -219,6 +221,7 @@ __all__ = [
     "unregister",
     "wait",
     "why_unavailable",
+    "widens",
 ]
 
 

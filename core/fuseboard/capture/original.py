@@ -30,7 +30,10 @@ _COMPUTING = frozenset(
 
 #: Namespaces of ops whose kernels don't ask for the grad mode; the user's own may.
 _TORCHS_OWN = frozenset(
-    {"aten", "prims", "prim", "mkldnn", "quantized", "torchvision", "fuseboard"}
+    {
+        *("aten", "prims", "prim", "mkldnn", "onednn", "quantized", "quantized_decomposed"),
+        *("torchvision", "fuseboard"),
+    }
 )
 
 #: Methods of tensors that are about autograd.

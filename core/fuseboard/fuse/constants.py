@@ -2,6 +2,9 @@
 
 The region is split into a *prepare* graph (static inputs → prepared values) and the graph that
 runs in every call and takes the prepared values as further inputs. Weights stay inputs.
+
+A weight that is kept in 8 bits or fewer stays narrow: what it is as wider numbers would be four
+times its memory beside it, and each call would read that.
 """
 
 from __future__ import annotations
@@ -78,9 +81,25 @@ def _constant_nodes(graph: GraphModule, static: set[Node]) -> set[Node]:
             and node.all_input_nodes
             and node not in ordered
             and all(used in constant for used in node.all_input_nodes)
+            and not widens(node)
         ):
             constant.add(node)
     return constant
+
+
+def widens(node: Node) -> bool:
+    """Whether a node makes wider numbers of a large tensor whose elements take a byte or less."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    elements = math.prod(sizes(value))
+    return elements >= MIN_ELEMENTS and any(
+        isinstance(read, torch.Tensor)
+        and read.itemsize == 1 < value.itemsize
+        and read.dtype != torch.bool
+        and math.prod(sizes(read)) * 4 >= elements
+        for read in (used.meta.get("val") for used in node.all_input_nodes)
+    )
 
 
 def _reaches_output(graph: GraphModule) -> set[Node]:

@@ -23,6 +23,9 @@ from fuseboard.torch_api.nodes import graphs_in
 #: No other process would find these: each has its own, or they are torch's and there already.
 _NOT_IMPORTED = ("__main__", "__mp_main__", "torch")
 
+#: What ``import torch`` leaves out: the ops of PT2E's graphs are defined in there.
+_LEFT_OUT = "torch.ao."
+
 #: The module of the program's script, which other processes run under another name.
 MAIN = "__main__"
 
@@ -100,7 +103,7 @@ def _qualified_name(target: Any) -> str:
 def _is_imported(name: str) -> bool:
     if name == MAIN:
         return main_file() is not None
-    if name.partition(".")[0] in _NOT_IMPORTED:
+    if name.partition(".")[0] in _NOT_IMPORTED and not name.startswith(_LEFT_OUT):
         return False
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)

@@ -16,6 +16,8 @@ from fuseboard_mkldnn._layer_norm import layer_norms
 from fuseboard_mkldnn._linear import is_linear
 from fuseboard_mkldnn._lstm import is_lstm
 from fuseboard_mkldnn._pointwise import post_op
+from fuseboard_mkldnn._quantised import is_quantised_product, weight_of
+from fuseboard_mkldnn._quantised_ops import rounds_or_widens
 from fuseboard_mkldnn._transposed import is_transposed
 
 #: ATen's own CPU kernels for these are as good as what a compiler would make of their parts.
@@ -43,6 +45,8 @@ def claim(graph: GraphModule, kind: str) -> list[fuseboard.Claim | fuseboard.Dec
     if not main:
         return [_decline(node, "nothing here for oneDNN") for node in nodes]
     native = main | _around(main) | {node for node in nodes if node.target in GOOD_KERNELS}
+    if any(map(is_quantised_product, main)):
+        native.update(filter(rounds_or_widens, nodes))
     native.update(node for found in layer_norms(graph) for node in found.nodes)
     return fuseboard.claim_nodes(graph, why_not, native=native.__contains__)
 
@@ -60,7 +64,7 @@ def why_not(node: Node) -> str | None:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher-order op {target.name()}"
     if isinstance(target, torch._ops.OpOverload):
-        if target.namespace not in ("aten", "prims", "prim", "mkldnn"):
+        if target.namespace not in ("aten", "prims", "prim", "mkldnn", "quantized_decomposed"):
             return f"{target.name()} isn't an ATen op"
         if target._schema.is_mutable:
             return f"{target.name()} writes to its inputs"
@@ -91,6 +95,8 @@ def _from_placeholders(graph: GraphModule) -> set[Node]:
 
 def _is_main(node: Node, weights: set[Node]) -> bool:
     """Whether oneDNN may run a node better than eager does."""
+    if is_quantised_product(node):
+        return weight_of(node) in weights
     if is_convolution(node) or is_transposed(node):
         return node.args[1] in weights
     if is_lstm(node):

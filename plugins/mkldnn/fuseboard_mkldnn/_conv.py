@@ -114,7 +114,7 @@ def find_convolutions(graph: GraphModule, static: set[Node], taken: set[Node]) -
     for node in reversed(list(graph.graph.nodes)):
         if not (is_convolution(node) or _transposed.is_transposed(node)):
             continue
-        if node.args[1] not in static or node.args[0] in static:
+        if node in taken or node.args[1] not in static or node.args[0] in static:
             continue
         one = Convolution(node=node, nodes=[node])
         _follow(one, static, taken)

@@ -59,8 +59,10 @@ def outputs(graph: Graph) -> list[Node]:
     return list(graph.output_node().all_input_nodes)
 
 
-def static_nodes(graph: GraphModule, positions: Iterable[int]) -> set[Node]:
-    """Static inputs and what depends on nothing else."""
+def static_nodes(
+    graph: GraphModule, positions: Iterable[int], but: Callable[[Node], bool] = lambda node: False
+) -> set[Node]:
+    """Static inputs and what depends on nothing else, nor on a node that ``but`` is true of."""
     wanted = set(positions)
     found: set[Node] = set()
     placeholders = 0
@@ -71,7 +73,8 @@ def static_nodes(graph: GraphModule, positions: Iterable[int]) -> set[Node]:
             placeholders += 1
         elif node.op == "call_function" and node.all_input_nodes:
             if found.issuperset(node.all_input_nodes) and not _is_random(node.target):
-                found.add(node)
+                if not but(node):
+                    found.add(node)
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from fuseboard_mkldnn import _int8_kernels as kernels
 from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._exact import CONVOLUTION, CONVOLUTION_ADD
 from fuseboard_mkldnn._graph import (
@@ -26,6 +27,7 @@ from fuseboard_mkldnn._graph import (
     same_sizes,
     tensor,
 )
+from fuseboard_mkldnn._quantised_ops import dequantises, quantises
 
 #: Ops of one result that compute the same in any layout and keep that of their input.
 KEEP = frozenset(
@@ -88,6 +90,9 @@ def sink_conversions(graph: GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if _is_conversion(node):
             twins[node] = node.args[0]
+        elif calls(node, kernels.convolution):
+            given = [twins.get(arg, arg) if isinstance(arg, Node) else arg for arg in node.args]
+            node.args = tuple(given)
         elif calls(node, CONVOLUTION, CONVOLUTION_ADD, _ops.transposed_convolution()):
             count = 2 if calls(node, CONVOLUTION_ADD) else 1
             given = [twins.get(arg, arg) for arg in node.args[:count]]
@@ -126,7 +131,7 @@ def _twin(node: Node, twins: dict[Node, Node]) -> Node | None:
     inputs = node.all_input_nodes
     if not any(one in twins for one in inputs):
         return None
-    if node.target in KEEP | POOLS:
+    if node.target in KEEP | POOLS or dequantises(node) or quantises(node):
         able = node.args[0] in twins and len(inputs) == 1 and not _names_layout(node)
     elif node.target in KEEP_BOTH:
         able = _all_alike(inputs, twins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,14 +110,22 @@ def _is_bias(found: torch.Tensor, product: torch.Tensor) -> bool:
     )
 
 
-def find_linears(graph: GraphModule, static: set[Node], taken: set[Node]) -> list[Linear]:
+def find_linears(
+    graph: GraphModule,
+    static: set[Node],
+    taken: set[Node],
+    accepts: Callable[[Node], bool] = lambda node: True,
+) -> list[Linear]:
     """Linear layers whose weight is static, with what can be fused to them.
 
     :param taken: nodes of other rewrites; those of these are added.
+    :param accepts: says of a product whether it is one of those that are looked for.
     """
     found: list[Linear] = []
     for node in graph.graph.nodes:
         if not is_linear(node) or node.args[-1] not in static or node.args[-2] in static:
+            continue
+        if node in taken or not accepts(node):
             continue
         linear = Linear(product=node, nodes=[node])
         result = node
@@ -249,16 +258,16 @@ def _apply(linear: Linear, kernel: str) -> None:
         result = _emit_mkl(edit, linear)
     else:
         result, steps = _emit_onednn(edit, linear, kernel == "onednn_fused")
-    edit.replace(_emit_steps(edit, linear, result, steps), linear.nodes)
+    edit.replace(emit_steps(edit, linear, result, steps), linear.nodes)
 
 
 def _emit_plain(edit: Editor, linear: Linear) -> Node:
     weight = _transposed(linear.columns)
     if weight is not None:
         # One call, which does in C++ what view, t, addmm and view did; the numbers are the same.
-        x = _input(linear)
+        x = rows_of(linear)
         args = (x, weight) if linear.bias is None else (x, weight, linear.bias)
-        return edit.call(aten.linear.default, args, _result(linear, x))
+        return edit.call(aten.linear.default, args, result_of(linear, x))
     product = tensor(linear.product)
     if linear.bias is None:
         return edit.call(aten.mm.default, (linear.x, linear.columns), product)
@@ -276,7 +285,7 @@ def _emit_vector(edit: Editor, linear: Linear) -> Node:
 
 
 def _emit_mkl(edit: Editor, linear: Linear) -> Node:
-    x = _input(linear)
+    x = rows_of(linear)
     weight = _rows_by_columns(edit, linear)
     if not is_contiguous(tensor(weight)):
         # MKL's packing reads memory as (N, K) whatever the strides say.
@@ -286,17 +295,17 @@ def _emit_mkl(edit: Editor, linear: Linear) -> Node:
     reorder = torch.ops.mkl._mkl_reorder_linear_weight.default
     packed = edit.call(reorder, (weight, rows), tensor(weight))
     args = (x, packed, weight, linear.bias, rows)
-    return edit.call(torch.ops.mkl._mkl_linear.default, args, _result(linear, x))
+    return edit.call(torch.ops.mkl._mkl_linear.default, args, result_of(linear, x))
 
 
 def _emit_onednn(edit: Editor, linear: Linear, fused: bool) -> tuple[Node, list[Node]]:
     """The product, with its first step inside if ``fused``; and the steps that remain."""
-    x, bias = _input(linear), linear.bias
+    x, bias = rows_of(linear), linear.bias
     weight = _rows_by_columns(edit, linear)
     rows = _ops.size_hint(tensor(linear.x).shape[0])
     reorder = torch.ops.mkldnn._reorder_linear_weight.default
     packed = edit.call(reorder, (weight, rows), tensor(weight))
-    val = _result(linear, x)
+    val = result_of(linear, x)
     pointwise = torch.ops.mkldnn._linear_pointwise
     none: tuple[Any, ...] = (x, packed, bias, "none", [], "")
     if not fused:
@@ -305,7 +314,7 @@ def _emit_onednn(edit: Editor, linear: Linear, fused: bool) -> tuple[Node, list[
     if (post := post_op(first)) is not None:
         args = (x, packed, bias, post.attr, list(post.scalars), post.algorithm)
         return edit.call(pointwise.default, args, val), linear.steps[1:]
-    other = _operand(linear, first)
+    other = operand_of(linear, first)
     if not same_sizes(tensor(other).shape, val.shape):
         return edit.call(pointwise.default, none, val), linear.steps
     return edit.call(pointwise.binary, (x, other, packed, bias, _sign(first)), val), linear.steps[
@@ -313,7 +322,7 @@ def _emit_onednn(edit: Editor, linear: Linear, fused: bool) -> tuple[Node, list[
     ]
 
 
-def _emit_steps(edit: Editor, linear: Linear, result: Node, steps: list[Node]) -> Node:
+def emit_steps(edit: Editor, linear: Linear, result: Node, steps: list[Node]) -> Node:
     """The steps one by one, and the final shape."""
     final = tensor(linear.nodes[-1])
 
@@ -326,20 +335,20 @@ def _emit_steps(edit: Editor, linear: Linear, result: Node, steps: list[Node]) -
     for step in steps:
         if post_op(step) is None:
             result = shaped(result)
-            args: tuple[Any, ...] = (result, _operand(linear, step))
+            args: tuple[Any, ...] = (result, operand_of(linear, step))
         else:
             args = (result, *step.args[1:])
         result = edit.call(step.target, args, tensor(result), dict(step.kwargs))
     return shaped(result)
 
 
-def _operand(linear: Linear, step: Node) -> Node:
+def operand_of(linear: Linear, step: Node) -> Node:
     """What a residual step adds to the layer's own result."""
     left, right = step.args[:2]
     return right if left in linear.nodes else left
 
 
-def _input(linear: Linear) -> Node:
+def rows_of(linear: Linear) -> Node:
     """The input before its view as (M, K), where the result has the same leading dimensions."""
     source = view_source(linear.x)
     leading = tensor(linear.nodes[-1]).shape[:-1]
@@ -348,7 +357,7 @@ def _input(linear: Linear) -> Node:
     return linear.x
 
 
-def _result(linear: Linear, x: Node) -> torch.Tensor:
+def result_of(linear: Linear, x: Node) -> torch.Tensor:
     """The fake product for ``x``."""
     found = tensor(x)
     return found.new_empty((*found.shape[:-1], tensor(linear.columns).shape[1]))

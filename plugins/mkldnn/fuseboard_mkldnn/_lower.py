@@ -11,6 +11,7 @@ import fuseboard
 from fuseboard_mkldnn._bindings import bind
 from fuseboard_mkldnn._exact import Guard, fast_copy
 from fuseboard_mkldnn._graph import aten
+from fuseboard_mkldnn._int8_values import keep_integers
 from fuseboard_mkldnn._layer_norm import layer_norms
 from fuseboard_mkldnn._layout import sink_conversions
 from fuseboard_mkldnn._memory import compute_once, drop_copies, join_views, write_in_place
@@ -33,6 +34,7 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     return fuseboard.LoweredRegion(
         call=_guarded(_lower_graph(region, graph).call, exact.call, guard),
         notes=(
+            *exact.notes,
             "relu and clip are fused where inputs and weights are finite, else they run apart",
             *notes,
         ),
@@ -44,10 +46,12 @@ def _lower_graph(region: fuseboard.Region, graph: GraphModule) -> fuseboard.Lowe
     drop_copies(graph)
     join_views(graph)
     sink_conversions(graph)
+    note = keep_integers(graph)
     write_in_place(graph)
     bind(graph)
     graph.recompile()
-    return fuseboard.lower_eagerly(dataclasses.replace(region, graph=graph))
+    lowered = fuseboard.lower_eagerly(dataclasses.replace(region, graph=graph))
+    return dataclasses.replace(lowered, notes=(note,) if note else ())
 
 
 def _guarded(fast: Any, exact: Any, guard: Guard) -> Any:

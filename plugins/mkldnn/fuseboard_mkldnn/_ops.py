@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+import fuseboard
+
 #: Where torch keeps the functions behind ``torch.nn.functional``: calling them from Python costs
 #: half of what calling an ``OpOverload`` costs.
 nn: Any = torch._C._nn
@@ -64,6 +66,42 @@ EXPECTED_LSTM = {
         "input_size",
     ),
 }
+#: The same for products of 8-bit integers, which are optional.
+EXPECTED_INT8 = {
+    "onednn::qlinear_prepack": ("weight", "x_shape"),
+    "onednn::qconv_prepack": (
+        *("weight", "w_scales", "x_scale", "x_zp", "stride", "padding", "dilation", "groups"),
+        "x_shape",
+    ),
+    **{
+        f"onednn::qlinear_pointwise{variant}": (
+            *("qx", "x_scale", "x_zero_point", "qw", "w_scale", "w_zero_point", "bias"),
+            *("output_scale", "output_zero_point", "output_dtype"),
+            *("post_op_name", "post_op_args", "post_op_algorithm"),
+        )
+        for variant in ("", ".tensor")
+    },
+    **{
+        f"onednn::qlinear_pointwise{variant}": (
+            *("qx", "x_scale", "x_zero_point", "qw", "w_scale", "w_zero_point", "other", "bias"),
+            *("output_scale", "output_zero_point", "output_dtype", "other_scale", "other_zp"),
+            *("binary_post_op", "binary_alpha"),
+            *("unary_post_op", "unary_post_op_args", "unary_post_op_algorithm"),
+        )
+        for variant in (".binary", ".binary_tensor")
+    },
+    "onednn::qconv_pointwise": (
+        *("qx", "x_scale", "x_zero_point", "qw", "w_scale", "w_zero_point", "bias"),
+        *("stride", "padding", "dilation", "groups"),
+        *("output_scale", "output_zero_point", "output_dtype", "attr", "scalars", "algorithm"),
+    ),
+    "onednn::qconv2d_pointwise.binary": (
+        *("qx", "x_scale", "x_zero_point", "qw", "w_scale", "w_zero_point", "qaccum", "bias"),
+        *("stride", "padding", "dilation", "groups"),
+        *("output_scale", "output_zero_point", "output_dtype", "accum_scale", "accum_zero_point"),
+        *("binary_attr", "alpha", "unary_attr", "unary_scalars", "unary_algorithm"),
+    ),
+}
 
 
 def overload(qualified: str) -> Any:
@@ -113,6 +151,35 @@ def lstm_layer() -> Any:
 
 
 @cache
+def has_int8() -> bool:
+    """Whether products of 8-bit integers can be used."""
+    return not any(_differs(name, names) for name, names in EXPECTED_INT8.items())
+
+
+@cache
+def integer_pool() -> Any:
+    """The operator that pools integers (ATen's refuses more than 255 of them); None as above."""
+    expected = ("qx", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    differs = _differs("quantized::max_pool2d", expected)
+    return None if differs else overload("quantized::max_pool2d")
+
+
+@cache
+def int8_is_cut_off() -> bool:
+    """Whether sums of two products are cut off at 16 bits, as they are on CPUs without VNNI."""
+    operators: Any = torch.ops.onednn
+    with fuseboard.real_tensors():
+        x = torch.full((16, 64), 255, dtype=torch.uint8, device="cpu")
+        weight = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
+        ones = torch.ones(32, device="cpu")
+        zeros = torch.zeros(32, dtype=torch.int32, device="cpu")
+        packed = operators.qlinear_prepack(weight, [16, 64])
+        numbers = (None, 1.0, 0, torch.float32, "none", [], "")
+        sums = operators.qlinear_pointwise.default(x, 1.0, 0, packed, ones, zeros, *numbers)
+        return bool((sums != 64 * 255 * 127).any())
+
+
+@cache
 def bfloat16_supported() -> bool:
     """Whether oneDNN runs bfloat16 on this CPU natively (AVX-512 or better)."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -152,7 +219,10 @@ def precisions() -> tuple[Any, ...]:
 def fingerprint() -> str:
     """Changes with whatever the choice of kernels depends on."""
     capability = torch.backends.cpu.get_cpu_capability()
-    optional = (has_mkl(), transposed_convolution() is not None, lstm_layer() is not None)
+    optional = (
+        *(has_mkl(), transposed_convolution() is not None, lstm_layer() is not None),
+        *(has_int8(), has_int8() and int8_is_cut_off()),
+    )
     halves = f"bf16={bfloat16_supported()}, fp16={float16_supported()}"
     return f"torch {torch.__version__}, {capability}, {halves}, {optional}"
 

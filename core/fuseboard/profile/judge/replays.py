@@ -32,7 +32,12 @@ _CHECKS = frozenset(
 )
 
 #: Namespaces of ops that draw random numbers from torch's generators and nowhere else.
-_TORCHS_OWN = frozenset({"aten", "prims", "prim", "mkldnn", "quantized", "rngprims", "fuseboard"})
+_TORCHS_OWN = frozenset(
+    {
+        *("aten", "prims", "prim", "mkldnn", "onednn", "quantized", "quantized_decomposed"),
+        *("rngprims", "fuseboard"),
+    }
+)
 
 #: Higher-order ops that stand for effects or writes.
 _EFFECTS = frozenset(
