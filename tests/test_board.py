@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from tests.board_fakes import (
     backend,
     plugin,
 )
+from tests.support.misbehaving import Panic
 
 
 @pytest.fixture(autouse=True)
@@ -547,7 +549,7 @@ def test_a_plugin_s_exception_is_wrapped_and_chained():
         assert caught.value is error
 
 
-@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit])
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, Panic])
 def test_a_hook_that_would_end_the_program_is_a_failure_like_any_other(kind):
     """``sys.exit`` in a plugin doesn't end the user's program."""
 
@@ -556,6 +558,23 @@ def test_a_hook_that_would_end_the_program_is_a_failure_like_any_other(kind):
 
     with pytest.raises(PluginError, match=f"it raised {kind.__name__}: bye"):
         opened({"lower": lower}).call("fuseboard_lower", "mine", region=None, inputs=[])
+
+
+def test_what_a_signal_handler_raises_in_a_hook_is_the_user_s():
+    """Unless it is an Exception, which might be anybody's."""
+
+    def handler(number, frame):
+        raise Panic("time is up")
+
+    def lower(region):
+        signal.raise_signal(signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(Panic, match="time is up"):
+            opened({"lower": lower}).call("fuseboard_lower", "mine", region=None, inputs=[])
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 def test_a_plugin_s_own_wrapper_runs_around_its_hook():

@@ -18,9 +18,41 @@ FuseboardError
 └── SamplingError        a profiling session can't start: no sampler, no permission, another runs
 """
 
-#: What a plugin's code may raise without ending the user's program, as ``sys.exit`` in it would.
-#: Ctrl-C isn't among them: it is the user's.
-CONTAINED = (Exception, SystemExit, GeneratorExit)
+import signal
+import sys
+from types import CodeType, TracebackType
+
+
+def containable() -> tuple[type[BaseException], ...]:
+    """What ``except containable()`` is to catch of the exception under way.
+
+    A plugin's code may raise anything, ``sys.exit`` and classes beside :class:`Exception` (a panic
+    of an extension in Rust) included, and mustn't end the user's program by it. What is the user's
+    passes: Ctrl-C, and what a signal handler raised that isn't an :class:`Exception`.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception | SystemExit | GeneratorExit):
+        return (BaseException,)
+    if isinstance(error, KeyboardInterrupt) or _is_by_signal(error):
+        return ()
+    return (BaseException,)
+
+
+def _is_by_signal(error: BaseException | None) -> bool:
+    """Whether a frame of an exception belongs to a handler of a signal."""
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace: TracebackType | None = error.__traceback__ if error is not None else None
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code(handler: object) -> CodeType | None:
+    """The code of a Python function or method."""
+    found = getattr(getattr(handler, "__func__", handler), "__code__", None)
+    return found if isinstance(found, CodeType) else None
 
 
 class FuseboardError(Exception):
@@ -109,6 +141,6 @@ def error_text(error: BaseException) -> str:
     """An exception as ``Type: message``. A plugin's own may fail to make its message."""
     try:
         message = str(error)
-    except CONTAINED as problem:
+    except containable() as problem:
         message = f"(its message can't be made: {type(problem).__name__})"
     return f"{type(error).__name__}: {message}"

@@ -46,6 +46,10 @@ class SilentError(Exception):
         raise ValueError("no message")
 
 
+class Panic(BaseException):
+    """No Exception: extensions in Rust raise such a class where their code panics."""
+
+
 def enter(context: Any) -> None:
     context.__enter__()
     _entered.append(context)
@@ -65,6 +69,10 @@ def raise_an_error() -> None:
 
 def raise_a_silent_error() -> None:
     raise SilentError
+
+
+def panic() -> None:
+    raise Panic("index out of bounds")
 
 
 def hang() -> None:
@@ -107,6 +115,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], str]] = {
 ENDS: dict[str, tuple[Callable[[], Any], str]] = {
     "exit": (leave_by_exit, "SystemExit: the plugin's own end"),
     "generator exit": (raise_generator_exit, "GeneratorExit"),
+    "panic": (panic, "Panic: index out of bounds"),
     "error": (raise_an_error, "ValueError: the engine exploded"),
     "silent error": (raise_a_silent_error, "its message can't be made"),
     "hang": (hang, "over|within"),

@@ -24,7 +24,7 @@ from fuseboard.contracts import (
     Plan,
     Verdict,
 )
-from fuseboard.errors import CONTAINED, ContractError
+from fuseboard.errors import ContractError, containable
 
 Problems = Iterator[str]
 Arguments = Mapping[str, Any]
@@ -48,7 +48,7 @@ def show(value: Any) -> str:
     """A value in few words. A value whose ``repr`` fails is shown by its type."""
     try:
         text = " ".join(repr(value).split())
-    except CONTAINED as error:  # a plugin's object may do anything, even here
+    except containable() as error:  # a plugin's object may do anything, even here
         text = f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
     short = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
     return f"{short} of type {type(value).__name__}"

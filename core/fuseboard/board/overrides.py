@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.config.sources import nearest
-from fuseboard.errors import CONTAINED, SettingsError, error_text
+from fuseboard.errors import SettingsError, containable, error_text
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def load_override(path: str, where: str, allowed: Sequence[str]) -> Override:
         raise SettingsError(f"{where}: a path is written package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except CONTAINED as error:  # importing runs the user's code: anything may be raised
+    except containable() as error:  # importing runs the user's code: anything may be raised
         problem = f"importing {module_name!r} raised {error_text(error)}"
         raise SettingsError(f"{where}: {problem}") from error
     function = getattr(module, name, None)

@@ -14,7 +14,7 @@ from fuseboard.board.answers import check_answer
 from fuseboard.board.deadline import deadline
 from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo, CheckedWhenRegistered
-from fuseboard.errors import CONTAINED, FuseboardError, HookTimeout, RegistrationError, error_text
+from fuseboard.errors import FuseboardError, HookTimeout, RegistrationError, containable, error_text
 
 #: Hook → the stage that it belongs to, in the order in which stages follow one another.
 STAGE_OF = {
@@ -185,7 +185,7 @@ def _describe(
             answers = manager.hook.fuseboard_backend()
     except HookTimeout as error:
         raise RegistrationError(str(error)) from error
-    except CONTAINED as error:
+    except containable() as error:
         problem = f"{hook} raised {error_text(error)}"
         raise RegistrationError(f"plugin {shown!r}: {problem}") from error
     if not answers:
@@ -193,7 +193,7 @@ def _describe(
     info = answers[0]
     try:
         check_answer(shown, hook, info, {})
-    except CONTAINED as error:
+    except containable() as error:
         raise RegistrationError(str(error)) from error
     assert isinstance(info, BackendInfo)
     if name is not None and info.name != name:

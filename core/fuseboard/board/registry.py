@@ -28,7 +28,7 @@ from fuseboard.board.session import Session
 from fuseboard.config.layers import resolve
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
-from fuseboard.errors import FuseboardError, RegistrationError
+from fuseboard.errors import FuseboardError, RegistrationError, containable, error_text
 from fuseboard.forks import fork_safe_lock
 from fuseboard.torch_api.state import StateGuard
 
@@ -61,21 +61,20 @@ class _Pending:
         return PluginState(self.name, self.version, self.source, state=state, reason=reason)
 
     def import_(self) -> object:
-        """The plugin. One that calls ``sys.exit`` doesn't end the user's program.
+        """The plugin. What its import raises, ``sys.exit`` included, doesn't end the program.
 
-        :raises RegistrationError: it does.
+        :raises RegistrationError: it raised something that isn't an :class:`Exception`.
         """
         try:
             return self.load()
-        except SystemExit as error:
-            code = "" if error.code is None else repr(error.code)
-            raise RegistrationError(
-                f"plugin {self.name!r}: its import called sys.exit({code})"
-            ) from error
-        except GeneratorExit as error:
-            raise RegistrationError(
-                f"plugin {self.name!r}: its import raised GeneratorExit"
-            ) from error
+        except Exception:
+            raise
+        except containable() as error:
+            if isinstance(error, SystemExit):
+                raised = f"called sys.exit({'' if error.code is None else repr(error.code)})"
+            else:
+                raised = f"raised {error_text(error).removesuffix(': ')}"
+            raise RegistrationError(f"plugin {self.name!r}: its import {raised}") from error
 
 
 class Board:

@@ -13,11 +13,11 @@ from fuseboard.board.deadline import deadline
 from fuseboard.board.selection import ARGUMENTS, NEEDED, Selection
 from fuseboard.contracts import Event
 from fuseboard.errors import (
-    CONTAINED,
     ContractError,
     HookTimeout,
     LoweringError,
     PluginError,
+    containable,
     error_text,
 )
 from fuseboard.torch_api.state import StateGuard
@@ -84,7 +84,7 @@ class Session(Selection):
                     check_answer(plugin, hook, answer, arguments)
         except (LoweringError, HookTimeout, ContractError):
             raise
-        except CONTAINED as error:
+        except containable() as error:
             problem = f"it raised {error_text(error)}"
             raise PluginError(plugin, hook, problem) from error
         finally:
@@ -146,7 +146,7 @@ class Session(Selection):
         for plugin in self._order:
             try:
                 self.call("fuseboard_event", plugin, event=event)
-            except CONTAINED as error:
+            except containable() as error:
                 if plugin not in self._muted:
                     self._muted.add(plugin)
                     self.notes.append(str(error))

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.capture.original import forward_of
 from fuseboard.capture.side_runs import ITS_OWN, CannotCompare, Copies, results_of
 from fuseboard.contracts import Boxed
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.ops.draws import may_draw
 from fuseboard.ops.effects import has_effects
 from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
@@ -152,7 +152,7 @@ class CaptureCheck:
                 with torch_internals.first_call_unwatched():
                     results_of(self._compiled, inputs)
                 return want, results_of(self._compiled, inputs)
-        except CONTAINED as error:
+        except containable() as error:
             return want, error
 
     def _disturbances(self, inputs: Copies) -> Disturbances:
@@ -184,7 +184,7 @@ class CaptureCheck:
         try:
             with generators_put_back(), without_anomaly_mode():
                 return results_of(self._run_dynamo_graph, inputs)
-        except CONTAINED as error:  # the user's own, or a limit of eager's
+        except containable() as error:  # the user's own, or a limit of eager's
             return _not_of_memory(error)
 
     def _captured(self, inputs: Copies, seed: int | None = None) -> dict[str, Any] | BaseException:
@@ -197,7 +197,7 @@ class CaptureCheck:
             running = all_running(self._captured_graphs, how)
             with generators_put_back(), without_anomaly_mode(), running:
                 return results_of(self._compiled, inputs)
-        except CONTAINED as error:
+        except containable() as error:
             return _not_of_memory(error)
 
     def _inputs(self, inputs: Sequence[Any]) -> Copies:

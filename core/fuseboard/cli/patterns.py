@@ -52,12 +52,12 @@ def _patterns(name: str) -> Iterator[tuple[str, Patterns]]:
     """
     :raises PatternsError: there are none.
     """
-    from fuseboard.errors import CONTAINED
+    from fuseboard.errors import containable
     from fuseboard.fuse.patterns.rewriting import Patterns
 
     try:
         module: Any = importlib.import_module(name)
-    except CONTAINED as error:  # importing runs the author's code: anything may be raised
+    except containable() as error:  # importing runs the author's code: anything may be raised
         raise PatternsError(f"importing {name!r} raised {error_text(error)}") from error
     found = {key: value for key, value in vars(module).items() if isinstance(value, Patterns)}
     if not found:

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Fusion
-from fuseboard.errors import CONTAINED, ContractError, HookTimeout, PluginError, error_text
+from fuseboard.errors import ContractError, HookTimeout, PluginError, containable, error_text
 from fuseboard.ops.effects import drop_unread
 from fuseboard.report.data import FusionReport
 from fuseboard.torch_api.state import StateGuard
@@ -72,7 +72,7 @@ def apply_fusions(
             if hook == "fuseboard_fuse":
                 drop_unread(graph.graph)
             graph.graph.lint()
-        except CONTAINED as error:  # lint raises whatever it meets
+        except containable() as error:  # lint raises whatever it meets
             raise ContractError(
                 plugin, hook, f"the rewritten graph is malformed: {error}"
             ) from error
@@ -91,7 +91,7 @@ def _apply(fusion: Fusion, plugin: str, hook: str, limit_s: float) -> None:
             fusion.apply()
     except PluginError:
         raise
-    except CONTAINED as error:
+    except containable() as error:
         problem = f"fusion {fusion.name!r} raised {error_text(error)}"
         raise PluginError(plugin, hook, problem) from error
     if left := state.changed("answers"):

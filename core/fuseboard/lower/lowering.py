@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Fusion, GraphKind, LoweredRegion, Region
-from fuseboard.errors import CONTAINED, LoweringError, RegionError
+from fuseboard.errors import LoweringError, RegionError, containable
 from fuseboard.fuse.constants import hoist
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.caching import Cache, Deferred, Task, Token
@@ -210,7 +210,7 @@ class Lowering:
                 lowered = self._lower_on(attempt, report, weights)
             except (RegionError, Deferred):  # a wrapper's, the policy is to raise; or for later
                 raise
-            except CONTAINED as error:  # a plugin may raise anything; the policy decides
+            except containable() as error:  # a plugin may raise anything; the policy decides
                 if self.strict:
                     raise
                 following = candidates[position + 1 :]

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.contracts import Fusion, LoweredRegion, Region
-from fuseboard.errors import CONTAINED, LoweringError
+from fuseboard.errors import LoweringError, containable
 from fuseboard.lower.caching import Task
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.op_levels import OpLevels
@@ -110,7 +110,7 @@ class Overriding:
         try:
             with watching_guards(self.session, who, region.graph, self.report.notes):
                 answer = ask(who)
-        except CONTAINED as error:  # a function of the user's may raise anything
+        except containable() as error:  # a function of the user's may raise anything
             if self._is_carried:
                 raise LoweringError(f"{who} failed in this process: {describe(error)}") from error
             contained(self.session, dataclasses.replace(region, backend=who), stage, error)

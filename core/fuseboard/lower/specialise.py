@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.board import Session
 from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed, Event, Region
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.lower.static import StaticGraph, with_sizes
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.signature import signature
@@ -144,7 +144,7 @@ class Specialised:
                         for arg in args
                     ]
                     self._compile(key, inputs, mode)
-            except CONTAINED as error:  # a plugin may raise anything; the policy decides
+            except containable() as error:  # a plugin may raise anything; the policy decides
                 self._give_up(key, "lower", error)
             return self._table[key]
 
@@ -200,7 +200,7 @@ class Specialised:
         torch.set_rng_state(state)
         try:
             results = self._eager(inputs)
-        except CONTAINED as users_own:
+        except containable() as users_own:
             raise users_own from None
         with compile_lock:
             if self._table.get(key) is checked:
@@ -257,7 +257,7 @@ class _FirstCall:
         inputs, state = list(args), torch.get_rng_state()
         try:
             results = self._checked(args)
-        except CONTAINED as error:
+        except containable() as error:
             return self._owner.recover(self._key, self, error, inputs, state)
         self._owner.passed(self._key, self, self._code)
         return results

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from fuseboard.errors import CONTAINED, ContractError
+from fuseboard.errors import ContractError, containable
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -67,7 +67,7 @@ def _malformed(name: str, part: GraphModule) -> Iterator[str]:
         yield f"the {name} has no output"
     try:
         part.graph.lint()
-    except CONTAINED as error:  # lint raises what it likes
+    except containable() as error:  # lint raises what it likes
         yield f"the {name} is malformed: {error}"
 
 

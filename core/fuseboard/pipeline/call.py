@@ -19,7 +19,7 @@ from fuseboard.capture.gradients import Gradients
 from fuseboard.capture.original import fix_negative_bases, forward_of
 from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.contracts import Boxed, GraphKind
-from fuseboard.errors import CONTAINED, LoweringError, PluginError
+from fuseboard.errors import LoweringError, PluginError, containable
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
@@ -132,7 +132,7 @@ def compile_graph(
         try:
             with noting_functions() as functions:
                 compiled = aot(captured, inputs)
-        except CONTAINED as error:  # AOTAutograd's ways to refuse a graph are many
+        except containable() as error:  # AOTAutograd's ways to refuse a graph are many
             if call.pipeline.has_raised or torch_internals.is_dynamo_error(error):
                 raise
             if isinstance(error, _LeftAsItIs):
@@ -305,7 +305,7 @@ class GraphCall:
                 problem = self._known_difference(captured, example_inputs)
         except CannotCompare as why:
             reason = str(why)
-        except CONTAINED as error:  # torch's, on results of a kind that it can't compute with
+        except containable() as error:  # torch's, on results of a kind that it can't compute with
             reason = describe(error)
         if reason:
             report.notes.append(f"not held against Dynamo's own graph: {reason}")

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.contracts import Fusion, GraphKind, Verdict
-from fuseboard.errors import CONTAINED, ContractError, LoweringError, PluginError, WrongValues
+from fuseboard.errors import ContractError, LoweringError, PluginError, WrongValues, containable
 from fuseboard.fuse.interruptions import opens_a_level
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
@@ -80,7 +80,7 @@ class Rewriter:
         try:
             with torch_internals.real_tensors():
                 note_values(current, self._inputs())
-        except CONTAINED as error:  # the user's own, or a limit of fake tensors
+        except containable() as error:  # the user's own, or a limit of fake tensors
             report.notes.append(f"Dynamo's graph isn't rewritten: {describe(error)}")
             return graph
         for plugin in plugins:

@@ -20,11 +20,11 @@ from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Region, Verdict
 from fuseboard.errors import (
-    CONTAINED,
     ContractError,
     HookTimeout,
     PluginError,
     WrongValues,
+    containable,
     error_text,
 )
 from fuseboard.profile.judge.copies import Copies, KeptCopies, WriteWatch
@@ -270,7 +270,7 @@ class CheckedRegion:
                 divergence = first_divergence(
                     self._region.graph, inputs, lambda graph, _: lower(graph)
                 )
-        except CONTAINED as error:  # the backend may do anything with a part
+        except containable() as error:  # the backend may do anything with a part
             return f". The first wrong op isn't known: {describe(error)}"
         if divergence is None:
             return ". Compiled once more, it was right"

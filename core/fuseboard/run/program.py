@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind
+from fuseboard.errors import containable
 from fuseboard.ops.liveness import drops, needed_nodes
 from fuseboard.partition.regions import Cut
 from fuseboard.report.data import GraphReport
@@ -254,7 +255,7 @@ class Program:
         :param site: the number of the site that was running.
         :param inputs: by which the call can be answered in another way; "" where it can't.
         """
-        source.line("except (Exception, SystemExit, GeneratorExit) as error:")
+        source.line(f"except {source.bind(containable, 'containable')}() as error:")
         if inputs:
             recover = self._bound(source, handlers.recover, "recover")
             source.line(f"return {recover}(error, {site}, {inputs})", 2)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.beside import is_beside
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Region, Stage
-from fuseboard.errors import CONTAINED, NotEnoughMemory, WrongValues
+from fuseboard.errors import NotEnoughMemory, WrongValues, containable
 from fuseboard.forks import fork_safe_lock
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.board_nodes import shared_outputs
@@ -216,7 +216,7 @@ class Runner:
             torch.set_rng_state(random_state)
         try:
             results = self.captured.eager(list(inputs))
-        except CONTAINED as users_own:
+        except containable() as users_own:
             raise users_own from None
         if isinstance(error, NotEnoughMemory) and number < 0:
             for code in lowered:
@@ -344,7 +344,7 @@ class Runner:
                 try:
                     with torch.no_grad():
                         code.prepare([values[site.cut.inputs[i]] for i in code.uses])
-                except CONTAINED:  # it is what is being looked for; known already
+                except containable():  # it is what is being looked for; known already
                     return number
         return -1
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fuseboard.board import board
 from fuseboard.config import resolve
 from fuseboard.contracts import BackendInfo, Claim, Decline, Plan, Region, Verdict
-from fuseboard.errors import CONTAINED, ContractError
+from fuseboard.errors import ContractError, containable
 from fuseboard.profile.judge.verify import verify
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.testing.compare import first_difference
@@ -104,7 +104,7 @@ class Check:
         try:
             with ledger.collect() as reports:
                 problem, error = _compare(self.program, self.backend), None
-        except CONTAINED as raised:  # a backend may raise anything; it becomes the verdict
+        except containable() as raised:  # a backend may raise anything; it becomes the verdict
             problem, error = _message(raised), raised
         finally:
             torch._dynamo.reset()

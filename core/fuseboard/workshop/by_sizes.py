@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fuseboard.capture.side_runs import CannotCompare
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.forks import fork_safe_lock
 from fuseboard.pipeline.call import Compiled
 from fuseboard.run.failure import describe
@@ -144,7 +144,7 @@ class BySizes:
         except CannotCompare:  # the next call of such sizes is to check each region
             for known, those in zip(buckets, before, strict=True):
                 known.intersection_update(those)
-        except CONTAINED as error:
+        except containable() as error:
             problem = describe(error)
         finally:
             self._pending = None

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.lower.guards import keeping_sizes
 from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.run.failure import describe
@@ -80,7 +80,7 @@ def compile_apart(
         try:
             tracing.note_example_values(graph, inputs)
             rewrite = True
-        except CONTAINED:  # a limit of fake tensors; AOTAutograd may know another way
+        except containable():  # a limit of fake tensors; AOTAutograd may know another way
             rewrite = False
         compiled = compile_graph(
             session, graph, tracing.inputs, inputs, frame, bundled, rewrite=rewrite
@@ -109,7 +109,7 @@ def compile_here(graph: DynamoGraph, inputs: Sequence[Any], why: str) -> tuple[C
         with StateGuard(), alone_in_tracing():
             apart = compile_apart(session, graph.graph, inputs, graph.sizes, graph.frame)
         condition = apart.condition()
-    except CONTAINED as error:
+    except containable() as error:
         raise NotCompiled(describe(error)) from error
     if apart.problem:
         raise NotCompiled(apart.problem)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from fuseboard.beside import beside
 from fuseboard.board import Session
 from fuseboard.capture.side_runs import CannotCompare
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
 from fuseboard.lower.specialise import compile_lock
@@ -181,7 +181,7 @@ class Life:
                         break
         except (CannotCompare, CannotKeep):
             return False
-        except CONTAINED as error:  # the call that comes meets it as well
+        except containable() as error:  # the call that comes meets it as well
             log.info("fuseboard: a trial on kept inputs failed: %s", describe(error))
             return False
         return self.settled

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fuseboard.capture.side_runs import CannotCompare
-from fuseboard.errors import CONTAINED, LoweringError
+from fuseboard.errors import LoweringError, containable
 from fuseboard.lower.caching import Deferred
 from fuseboard.pipeline.call import Compiled
 from fuseboard.report.data import GraphReport
@@ -75,7 +75,7 @@ def load(
         raise
     except (NotCarried, LoweringError, Deferred) as error:
         raise NotLoaded(str(error)) from error
-    except CONTAINED as error:  # a plugin's, or a bug of the board's
+    except containable() as error:  # a plugin's, or a bug of the board's
         log.warning("fuseboard: %s can't be loaded: %s", graph.frame, describe(error))
         raise NotLoaded(describe(error)) from error
     if problem:

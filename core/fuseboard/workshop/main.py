@@ -64,14 +64,14 @@ def _read(requests: queue.SimpleQueue[Path]) -> None:
 
 
 def _answer(directory: Path, answer) -> Answer:  # type: ignore[no-untyped-def]
-    from fuseboard.errors import CONTAINED
+    from fuseboard.errors import containable
     from fuseboard.run.failure import describe
     from fuseboard.workshop.request import Answer
 
     try:
         request: Request = pickle.loads((directory / "request").read_bytes())
         return answer(request, directory)  # type: ignore[no-any-return]
-    except CONTAINED as error:  # a plugin's, torch's or the user's
+    except containable() as error:  # a plugin's, torch's or the user's
         traceback.print_exc()
         return Answer(problem=describe(error))
 

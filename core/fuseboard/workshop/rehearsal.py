@@ -14,7 +14,7 @@ import torch
 
 from fuseboard.board import board, register
 from fuseboard.capture.side_runs import CannotCompare
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.lower.guards import keeping_sizes
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.run.failure import describe
@@ -42,7 +42,7 @@ def answer(request: Request, directory: Path) -> Answer:
                 _run_main(request.main_file or "")
             else:
                 importlib.import_module(module)
-        except CONTAINED as error:
+        except containable() as error:
             why = f"another process can't import {module}, which defines an op: {describe(error)}"
             return Answer(problem=why, only_here=True)
     with _surroundings(request):
@@ -109,7 +109,9 @@ def _rehearse(
         try:
             with unwatched:
                 make_call()
-        except CONTAINED as error:  # what is compiled has been held against eager: the user's own
+        except (
+            containable()
+        ) as error:  # what is compiled has been held against eager: the user's own
             return Answer(problem=f"the call raises {describe(error)}", again=True)
         if compiled.is_decided():
             break

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fuseboard.contracts import GraphKind
-from fuseboard.errors import CONTAINED, PatternError, error_text
+from fuseboard.errors import PatternError, containable, error_text
 from fuseboard.fuse.patterns.form import Form, form_of
 from fuseboard.ops.effects import keeps_order
 from fuseboard.torch_api.pattern_traces import (
@@ -271,7 +271,7 @@ class Pattern:
                 wanted = [tensors.index(n) for n in variant.wanted]
                 shared = [tensors.index(n) for n in variant.shared]
                 traced = trace_joint(called, fakes, wanted, arriving, shared, table)
-        except CONTAINED as error:  # whatever the author's code, and torch's for it, raises
+        except containable() as error:  # whatever the author's code, and torch's for it, raises
             raise self.error(f"{which} can't be traced: {error_text(error)}") from error
         names = self.parameters
         outputs: Any = traced.graph.output_node().args[0]

@@ -11,7 +11,7 @@ import torch
 from fuseboard.board import Session
 from fuseboard.board.deadline import deadline
 from fuseboard.contracts import Boxed, Measurement
-from fuseboard.errors import CONTAINED, ContractError, HookTimeout, NotEnoughMemory, PluginError
+from fuseboard.errors import ContractError, HookTimeout, NotEnoughMemory, PluginError, containable
 from fuseboard.profile.choose.candidates import Candidate
 from fuseboard.profile.choose.measure import measure_calls
 from fuseboard.profile.choose.winner import note_times
@@ -54,7 +54,7 @@ class Timing:
             running[:] = [candidate]
             try:
                 function(list(inputs))
-            except CONTAINED as error:  # compiled code may raise anything
+            except containable() as error:  # compiled code may raise anything
                 errors.setdefault(candidate, error)
 
         calls = {
@@ -130,7 +130,7 @@ class Timing:
             try:
                 for _ in range(_TRIES):
                     trial(list(inputs))
-            except CONTAINED as error:  # that it writes, or what it raises instead
+            except containable() as error:  # that it writes, or what it raises instead
                 found[candidate] = error
         which = f"inputs {written} of the graph" + (
             ", or another candidate did" if len(suspects) > 1 else ""

@@ -19,7 +19,7 @@ import torch
 
 from fuseboard.board import Session
 from fuseboard.contracts import Boxed, Event, Stage
-from fuseboard.errors import CONTAINED, LoweringError, NotEnoughMemory, RegionError
+from fuseboard.errors import LoweringError, NotEnoughMemory, RegionError, containable
 from fuseboard.lower import background
 from fuseboard.lower.caching import Token
 from fuseboard.lower.isolated import LoweringResult
@@ -161,7 +161,7 @@ class Tuner:
             deferred = candidate.lower(self._runner.context, defers)
         except RegionError:  # a wrapper's; the policy is to raise
             raise
-        except CONTAINED as error:  # a plugin may raise anything; the policy decides
+        except containable() as error:  # a plugin may raise anything; the policy decides
             self._failed(candidate, "lower", error)
             return False
         if candidate.waiting or candidate.postponed:
@@ -333,10 +333,10 @@ class Tuner:
             else:
                 candidate.drop("untried", str(error))
             return False
-        except CONTAINED as error:  # compiled code may raise anything
+        except containable() as error:  # compiled code may raise anything
             try:
                 self._runner.captured.eager(list(inputs))
-            except CONTAINED:  # eager raises as well: the user's own error, raised by the call
+            except containable():  # eager raises as well: the user's own error, raised by the call
                 return False
             if candidate.dynamo_site is not None:
                 return self._without_dynamo_graph(candidate, inputs, checks, layouts, error)

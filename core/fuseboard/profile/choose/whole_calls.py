@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fuseboard.board import Session
 from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event, Measurement
-from fuseboard.errors import CONTAINED, ContractError
+from fuseboard.errors import ContractError, containable
 from fuseboard.lower import background
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
@@ -178,7 +178,7 @@ class WholeCalls:
                 finally:
                     written = watch.undo()
             why = "something tripped" if self._trips() > tripped else ""
-        except CONTAINED as error:  # torch's or a hook's; what was compiled runs on
+        except containable() as error:  # torch's or a hook's; what was compiled runs on
             why = describe(error)
         if written:
             return self._give_up(written)

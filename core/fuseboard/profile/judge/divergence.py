@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fuseboard.contracts import Boxed, Verdict
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.profile.judge.copies import Copies
 from fuseboard.profile.judge.reference import make_reference
 from fuseboard.profile.judge.values import judge
@@ -79,7 +79,7 @@ def first_divergence(
         middle = (right + wrong) // 2
         try:
             found = _verdict(graph, inputs, lower, middle)
-        except CONTAINED:  # the op is then one of several, which `within` says
+        except containable():  # the op is then one of several, which `within` says
             break
         if found.ok:
             right = middle

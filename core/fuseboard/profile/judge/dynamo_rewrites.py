@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseboard.contracts import Verdict
-from fuseboard.errors import CONTAINED, error_text
+from fuseboard.errors import containable, error_text
 from fuseboard.profile.judge.reference import make_reference
 from fuseboard.profile.judge.replays import generators_put_back, replayable
 from fuseboard.profile.judge.rewrites import (
@@ -65,14 +65,14 @@ def judge_dynamo_rewrites(
             copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
             read = list(leading(*copies))
             traced = make_fx(change.before, tracing_mode="real")(*read)
-        except CONTAINED as error:  # eager raises it, too
+        except containable() as error:  # eager raises it, too
             return error_text(error)
         if reason := replayable(traced):
             return reason
         reference = make_reference(traced, read)
         try:
             results = change.after(*read)
-        except CONTAINED as error:
+        except containable() as error:
             return Verdict(False, f"what was rewritten raises {error_text(error)}")
     return first_difference(change, reference, results)
 
@@ -103,11 +103,11 @@ def _other_forms(before: GraphModule, after: GraphModule, values: Sequence[Any])
     """What is wrong with the form of a rewritten graph's results; "" if nothing is known to be."""
     try:
         wanted = fake_results(before, values)
-    except CONTAINED:  # the user's own error, or a limit of fake tensors
+    except containable():  # the user's own error, or a limit of fake tensors
         return ""
     try:
         found = fake_results(after, values)
-    except CONTAINED as error:
+    except containable() as error:
         return f"the rewritten graph raises {error_text(error)}"
     for number, (want, got) in enumerate(zip(wanted, found, strict=True)):
         if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
