@@ -234,7 +234,6 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
         layer_norm,
         rms_norm,
         rotary,
-        softmax,
     )
 
     m, n, v = (4, 8, 16) if clock.dry else (8192, 4096, 32000)
@@ -250,7 +249,6 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
         stats = x.dtype if clock.dry else torch.float32
         _, mean, rstd = layer_norm.layer_norm(x, w, b, 1e-5, stats)
         _, root = rms_norm.rms_norm(x, w, 1e-5)
-        weights = torch.softmax(x, -1)
     size = float(x.numel() * 2)
 
     def named(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
@@ -293,11 +291,6 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
         (
             *("geglu", 3 * size, named(gated.gated, x, y, "gelu")),
             lambda: F.gelu(x) * y,
-        ),
-        ("softmax", 2 * size, named(softmax.softmax, x), lambda: torch.softmax(x, -1)),
-        (
-            *("softmax backward", 3 * size, named(softmax.softmax_backward, grad, weights)),
-            lambda: torch.ops.aten._softmax_backward_data(grad, weights, -1, x.dtype),
         ),
         (
             *("rotary", 2 * heads.numel() * 2.0 + 4 * cos.numel()),

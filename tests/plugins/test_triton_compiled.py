@@ -173,7 +173,6 @@ def written() -> dict[str, tuple[Any, list[str], dict[str, Any], int]]:
         layer_norm,
         rms_norm,
         rotary,
-        softmax,
     )
 
     half, full, long = "*bf16", "*fp32", "*i64"
@@ -194,9 +193,6 @@ def written() -> dict[str, tuple[Any, list[str], dict[str, Any], int]]:
             *(layer_norm._backward, [half] * 3 + [full, full, half, full, "i32", "i32"]),
             {"WEIGHT": True, "BLOCK": 4096},
         ),
-        "softmax": (softmax._forward, [half, half, "i32"], {"WHOLE": True, "BLOCK": 4096}),
-        "softmax_online": (softmax._forward, [half, half, "i32"], {"WHOLE": False, "BLOCK": 4096}),
-        "softmax_backward": (softmax._backward, [half] * 3 + ["i32"], {"BLOCK": 4096}),
         "cross_entropy": (
             *(cross_entropy._forward, [half, long, full, half, "i32", "i32"]),
             {"WRITE": True, "BLOCK": 4096},
@@ -218,8 +214,8 @@ def written() -> dict[str, tuple[Any, list[str], dict[str, Any], int]]:
 
 
 NAMES = (
-    *("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax"),
-    *("softmax_online", "softmax_backward", "cross_entropy", "cross_entropy_backward", "rotary"),
+    *("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"),
+    *("cross_entropy", "cross_entropy_backward", "rotary"),
     *("gated_silu", "gated_silu_backward", "gated_gelu", "gated_gelu_backward"),
     *("gated_gelu_tanh", "gated_gelu_tanh_backward"),
 )

@@ -7,7 +7,7 @@ adds the residual as well, where what is normalised is a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,8 @@ from torch.fx import GraphModule, Node
 import fuseboard
 from fuseboard_triton._ir import contiguous_strides, same
 from fuseboard_triton._torch_internals import size_of
-from fuseboard_triton.kernels import cross_entropy, gated, layer_norm, rms_norm, rotary, softmax
+from fuseboard_triton.kernels import cross_entropy, gated, layer_norm, rms_norm, rotary
 from fuseboard_triton.kernels._launching import LONGEST_ROW
-
-aten = torch.ops.aten
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -42,7 +40,7 @@ class Match(NamedTuple):
 
 
 def matches(graph: GraphModule) -> list[Match]:
-    """Places that don't overlap; a softmax that is a part of something larger isn't one."""
+    """Places that don't overlap."""
     fitting: list[Match] = []
     sums: set[Node] = set()  # that a kernel adds before it normalises them
 
@@ -52,9 +50,7 @@ def matches(graph: GraphModule) -> list[Match]:
         return match is not None
 
     fuseboard.find_composites(graph, _KERNELS.keys(), fits)
-    taken = {node for match in fitting for node in match.found.nodes}
-    rows = [match for match in _softmaxes(graph) if taken.isdisjoint(match.found.nodes)]
-    return [*fitting, *rows]
+    return fitting
 
 
 def put_kernels(graph: GraphModule) -> list[str]:
@@ -104,7 +100,7 @@ _NORMS = {
 
 def _residual_of(x: Node, found: fuseboard.Composite, sums: set[Node]) -> tuple[Any, Any] | None:
     """The operands of a sum of two tensors of its own shape and dtype."""
-    if x in sums or x.target is not aten.add.Tensor or x.kwargs or len(x.args) != 2:
+    if x in sums or x.target is not torch.ops.aten.add.Tensor or x.kwargs or len(x.args) != 2:
         return None
     a, b = x.args
     if not (isinstance(a, Node) and isinstance(b, Node) and isinstance(meta(a), torch.Tensor)):
@@ -189,7 +185,7 @@ _ACTIVATIONS = {
 }
 
 
-# --- losses, softmax ------------------------------------------------------------------------------
+# --- losses ------------------------------------------------------------------------------
 
 
 def _cross_entropy(found: fuseboard.Composite, sums: set[Node]) -> Match | None:
@@ -216,24 +212,6 @@ def _is_common_loss(found: fuseboard.Composite, rows: Node) -> bool:
     if found.arguments["weight"] is not None or found.arguments["reduction"] == "none":
         return False
     return is_plain(rows) and target.dtype == torch.int64 and is_contiguous(target)
-
-
-def _softmaxes(graph: GraphModule) -> Iterator[Match]:
-    """Each of one op, over the last axis."""
-    for node in graph.graph.find_nodes(op="call_function", target=aten._softmax.default):
-        x, dim, half_to_float = node.args
-        if not half_to_float and _is_last(dim, x) and is_plain(x, node):
-            yield _one_op("softmax", node, softmax.softmax, x=x)
-    gradient = aten._softmax_backward_data.default
-    for node in graph.graph.find_nodes(op="call_function", target=gradient):
-        grad, y, dim, _ = node.args
-        if _is_last(dim, y) and is_plain(grad, y, node):
-            yield _one_op("softmax_backward", node, softmax.softmax_backward, grad=grad, y=y)
-
-
-def _one_op(name: str, node: Node, kernel: Callable[..., Any], **given: Any) -> Match:
-    found = fuseboard.Composite(name, str(node.target), (node,), given, {"result": node})
-    return Match(name, found, kernel, tuple(given.values()))
 
 
 _KERNELS: dict[str, Callable[[fuseboard.Composite, set[Node]], Match | None]] = {
@@ -291,9 +269,3 @@ def width_of(node: Any) -> int:
     shape = meta(node).shape
     width = size_of(shape[-1]) if len(shape) else 0
     return width if isinstance(width, int) and 0 < width <= LONGEST_ROW else 0
-
-
-def _is_last(dim: int, node: Any) -> bool:
-    """Whether a dimension, counted from either end, is the last one."""
-    rank = meta(node).dim()
-    return rank > 0 and dim % rank == rank - 1

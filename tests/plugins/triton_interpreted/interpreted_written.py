@@ -11,7 +11,6 @@ from fuseboard_triton.kernels import (
     layer_norm,
     rms_norm,
     rotary,
-    softmax,
 )
 from tests.support.values import assert_closer, rnd
 
@@ -97,27 +96,6 @@ def test_gated(activation, dtype):
     check(gated.gated, gated.reference, gate.contiguous(), up.contiguous(), activation)
 
 
-@pytest.mark.parametrize("longest", [16384, 16])
-@pytest.mark.parametrize(("shape", "dtype"), CASES)
-def test_softmax(shape, longest, dtype):
-    """Rows that are held in registers, and rows that take two passes."""
-    x, grad = 4 * rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
-    check(lambda x: softmax.softmax(x, longest), softmax.reference, x)
-    y = torch.softmax(x, -1)
-    check(lambda g, y: softmax.softmax_backward(g, y, longest), softmax.reference_backward, grad, y)
-
-
-@pytest.mark.parametrize("longest", [16384, 4])
-def test_softmax_of_infinities_and_nan(longest):
-    """-inf has weight zero; rows of -inf alone, with inf or with NaN are NaN, as in eager."""
-    inf, nan = float("inf"), float("nan")
-    x = rnd(5, 9)
-    x[0, :6], x[1], x[2, 3], x[3, 8] = -inf, -inf, inf, nan
-    torch.testing.assert_close(
-        softmax.softmax(x, longest), torch.softmax(x, -1), equal_nan=True, rtol=1e-5, atol=1e-7
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [True, False])
 def test_cross_entropy(mean, dtype):
@@ -151,5 +129,4 @@ def test_nothing_to_do():
     assert torch.equal(rms_norm.rms_norm_backward(x, x, w, torch.empty(0, 1))[1], torch.zeros(8))
     assert layer_norm.layer_norm(x, w, w, 1e-5)[0].shape == (0, 8)
     assert gated.gated(x, x, "silu").shape == (0, 8)
-    assert softmax.softmax(x).shape == (0, 8)
     assert rotary.rotary(x, w, w).shape == (0, 8)

@@ -1,7 +1,8 @@
 """Cross entropy of logits and class numbers: log-softmax and its loss in one kernel.
 
 ``x`` is ``(M, V)`` and contiguous, ``target`` ``(M,)`` of int64. Rows whose target is
-``ignore_index`` count for nothing.
+``ignore_index`` count for nothing. Maximum and sum of a row are found together (Milakov and
+Gimelshein, Online normalizer calculation for softmax, 2018).
 """
 
 from __future__ import annotations
@@ -10,12 +11,33 @@ import torch
 import triton
 import triton.language as tl
 
-from fuseboard_triton._math import exp, log, narrow
+from fuseboard_triton._math import exp, log, max_rows, narrow
 from fuseboard_triton.kernels._launching import options_for, power_of_two
-from fuseboard_triton.kernels.softmax import online
 
 #: Columns that a program looks at in one step.
 BLOCK = 4096
+
+
+@triton.jit
+def _online(x_ptr, width, BLOCK: tl.constexpr):
+    """The largest of a row and the sum of ``exp(x - largest)``, each ``[1]``, in one pass."""
+    place = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        mask = start + place < width
+        x = tl.load(x_ptr + start + place, mask=mask, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
+        # Nothing but -inf so far: the difference would be NaN.
+        before = tl.where(largest == float("-inf"), 0.0, exp(largest - new))
+        own = tl.where(x == float("-inf"), 0.0, exp(x - new))
+        total = total * before + own
+        largest = new
+    top = max_rows(largest, 0) + tl.zeros([1], tl.float32)
+    scaled = tl.where(largest == float("-inf"), 0.0, total * exp(largest - top))
+    summed = tl.sum(scaled, 0, keep_dims=True)
+    # A row of -inf alone has no softmax.
+    return top, tl.where(top == float("-inf"), float("nan"), summed)
 
 
 @triton.jit
@@ -31,7 +53,7 @@ def _forward(
 ):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * width
-    largest, total = online(x_ptr, width, BLOCK)
+    largest, total = _online(x_ptr, width, BLOCK)
     shift = log(total)
     one = tl.zeros([1], tl.int64)
     target = tl.load(target_ptr + row + one)
