@@ -35,13 +35,12 @@ class Case:
 
 
 def _case(name: str, graph: str, random_claims: bool, **arguments: Any) -> Case:
-    given = {"min_region_us": 50.0, "merge_regions": False, "repeats": "never"}
+    given = {"min_region_us": 50.0, "repeats": "never"}
     return Case(name, graph, random_claims, given | arguments)
 
 
 CASES = (
     _case("random DAG, random claims", "random", True),
-    _case("random DAG, random claims, merged", "random", True, merge_regions=True),
     _case("random DAG, claimed whole, repeats", "random", False, repeats="always"),
     _case("equal blocks, random claims", "layered", True),
     _case("equal blocks, claimed whole, repeats", "layered", False, repeats="always"),

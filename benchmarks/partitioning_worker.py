@@ -95,9 +95,7 @@ def partition(graph: GraphModule, random_claims: bool, arguments: dict[str, Any]
     with step("check"):
         PlanCheck(nodes, claims, {}, ModulePaths(FrameScope({}, [])), "benchmark")(plan)
     with step("cut"):
-        cuts = cut_regions(
-            graph, plan.placements, list(kept), plan.regions, arguments["merge_regions"]
-        )
+        cuts = cut_regions(graph, plan.placements, list(kept), plan.regions)
         for cut in cuts:
             cut.graph  # noqa: B018  it is made when it is asked for, as lowering does
     return {

@@ -220,7 +220,6 @@ ASK = {
         "pins": {},
         "policy": "priority",
         "min_region_us": 50.0,
-        "merge_regions": False,
         "repeats": "auto",
     },
     "fuseboard_lower": {"region": None, "inputs": []},

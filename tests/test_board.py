@@ -785,7 +785,6 @@ def test_the_default_stages_answer_with_what_the_contract_asks():
         backends=opened.backends,
         pins={},
         min_region_us=50.0,
-        merge_regions=False,
         repeats="auto",
     )
     assert who == "defaults"

@@ -239,7 +239,7 @@ def test_mistakes_of_the_command(run, args, said):
     assert said in " ".join(got.stderr.split())
 
 
-@pytest.mark.parametrize("settings", [{}, {"memory_budget": 0.5}, {"merge_regions": False}])
+@pytest.mark.parametrize("settings", [{}, {"memory_budget": 0.5}])
 def test_a_step_lets_go_of_what_it_saved_as_eager_does(settings):
     """Activations aren't held until the end of the backward, when all gradients are there."""
     layers = (layer for _ in range(6) for layer in (nn.Linear(128, 128, bias=False), nn.Tanh()))

@@ -131,7 +131,6 @@ def search(examples: int) -> Any:
 
 options = st.fixed_dictionaries(
     {
-        "merge_regions": st.booleans(),
         "repeats": st.sampled_from(["always", "never"]),
         "min_region_us": st.sampled_from([0.0, 50.0]),
     }

@@ -201,7 +201,7 @@ def test_the_plan_is_deterministic():
     """Twice the same plan, in the same order."""
     seen = []
 
-    def plan(graph, kind, claims, backends, pins, policy, min_region_us, merge_regions, repeats):
+    def plan(graph, kind, claims, backends, pins, policy, min_region_us, repeats):
         for _ in range(2):
             seen.append(
                 plan_module.make_plan(
@@ -211,7 +211,6 @@ def test_the_plan_is_deterministic():
                     backends=backends,
                     pins=pins,
                     min_region_us=min_region_us,
-                    merge_regions=merge_regions,
                     repeats=repeats,
                 )
             )

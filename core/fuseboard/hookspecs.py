@@ -189,7 +189,6 @@ def fuseboard_plan(
     pins: Mapping[str, str],
     policy: Policy,
     min_region_us: float,
-    merge_regions: bool,
     repeats: Repeats,
 ) -> Plan | None:
     """Decide which backend runs each node.

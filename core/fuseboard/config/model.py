@@ -154,11 +154,6 @@ class Settings(BaseModel):
         ge=0,
         allow_inf_nan=False,
     )
-    merge_regions: bool = _setting(
-        False,
-        "true or false",
-        "Put independent regions of one backend into one region where nothing stands between.",
-    )
     repeats: Literal["auto", "always", "never"] = _setting(
         "auto",
         "'auto', 'always', 'never'",

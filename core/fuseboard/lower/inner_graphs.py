@@ -107,8 +107,7 @@ def _code(
     graph = with_flat_results(inner.graph)
     nodes = {node.name: node for node in graph.graph.nodes}
     kept = [nodes[name] for name in plan.board_nodes]
-    merge = context.session.settings.merge_regions
-    cuts = cut_regions(graph, plan.placements, kept, plan.regions, merge)
+    cuts = cut_regions(graph, plan.placements, kept, plan.regions)
     placeholders = graph.graph.find_nodes(op="placeholder")
     weights = {
         node: static[operand]

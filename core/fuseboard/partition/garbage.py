@@ -1,4 +1,4 @@
-"""Cyclic garbage collection while graphs are partitioned."""
+"""Cyclic garbage collection while graphs are partitioned, and calls timed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Nothing is collected inside: a quarter of the time, on graphs of tens of thousands of ops.
+    """Nothing is collected inside.
 
-    What the stage makes lives on, so the collector would walk all of it again and again and find
-    nothing.
+    A quarter of the time of partitioning, on graphs of tens of thousands of ops: what the stage
+    makes lives on, so the collector would walk all of it again and again and find nothing.
     """
     if not gc.isenabled():
         yield

@@ -35,7 +35,6 @@ def make_plan(
     backends: Sequence[BackendInfo],
     pins: Mapping[str, str],
     min_region_us: float,
-    merge_regions: bool,
     repeats: Repeats,
 ) -> Plan:
     """The first backend in order that gains by a node gets it.

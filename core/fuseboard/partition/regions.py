@@ -51,18 +51,16 @@ def cut_regions(
     placements: Mapping[str, str],
     kept: Collection[Node],
     regions: Sequence[Sequence[str]] = (),
-    merge: bool = False,
 ) -> list[Cut]:
     """The regions of a plan in an order in which they can run.
 
     :param kept: the board's own nodes; regions that read them get copies.
     :param regions: the names of the nodes of each planned region, in the order to run them.
-    :param merge: whether independent regions of one backend become one.
     """
     kept = set(kept)
     position = {node: number for number, node in enumerate(graph.graph.nodes)}
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n not in kept]
-    places = stage_nodes(nodes, placements, regions, merge)
+    places = stage_nodes(nodes, placements, regions)
     cuts: dict[Place, Cut] = {}
     for node in nodes:
         place = places[node]

@@ -16,7 +16,6 @@ from torch.fx import Node
 
 from fuseboard.ops.effects import order_keepers
 from fuseboard.ops.estimate import is_creation
-from fuseboard.partition.merging import merge_places
 from fuseboard.partition.places import Place
 
 
@@ -24,7 +23,6 @@ def stage_nodes(
     nodes: Sequence[Node],
     placements: Mapping[str, str],
     regions: Sequence[Sequence[str]] = (),
-    merge: bool = False,
 ) -> dict[Node, Place]:
     """The place of each placed node.
 
@@ -32,7 +30,6 @@ def stage_nodes(
     the next one.
 
     :param regions: the names of the nodes of each planned region.
-    :param merge: whether independent regions of one backend become one.
     """
     placed = [node for node in nodes if node.name in placements]
     backends = {placements[node.name] for node in placed}
@@ -48,8 +45,6 @@ def stage_nodes(
             places[node] = place
     _sink(placed, ordered, reads, places)
     _join_readers(placed, places)
-    if merge:
-        merge_places(reads, places)
     return places
 
 

@@ -41,7 +41,6 @@ class InnerPlanner:
     eager: BackendInfo
     kind: GraphKind
     min_region_us: float
-    merge_regions: bool
     ask: AskClaims
 
     def plans(
@@ -74,7 +73,6 @@ class InnerPlanner:
             backends=backends,
             pins={},
             min_region_us=self.min_region_us,
-            merge_regions=self.merge_regions,
             repeats="never",
         )
         nodes = {node.name: node for node in placeable_nodes(graph, kept)}

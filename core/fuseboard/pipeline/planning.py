@@ -114,7 +114,6 @@ class Planner:
             eager=self.session.backends[-1],
             kind=kind,
             min_region_us=settings.min_region_us,
-            merge_regions=settings.merge_regions,
             ask=ask,
         )
 
@@ -165,7 +164,6 @@ class Planner:
             "backends": order,
             "pins": staged.wishes.pins,
             "min_region_us": settings.min_region_us,
-            "merge_regions": settings.merge_regions,
             "repeats": repeats,
         }
         who = "fuseboard_plan"

@@ -300,9 +300,8 @@ class Pipeline:
         return graph
 
     def _cut(self, staged: StagedGraph, plan: Plan) -> CutPlan:
-        merge = self.session.settings.merge_regions
         graph, kept = staged.graph, list(staged.board_nodes)
-        return CutPlan(plan, cut_regions(graph, plan.placements, kept, plan.regions, merge))
+        return CutPlan(plan, cut_regions(graph, plan.placements, kept, plan.regions))
 
     def _lowering(
         self, staged: StagedGraph, report: GraphReport, counter: FusionCounter

@@ -309,7 +309,7 @@ def _run(
         facts=dict(carried.facts),
         overridden=set(carried.overridden),
     )
-    cuts = cut_regions(graph, carried.placements, kept, carried.regions, settings.merge_regions)
+    cuts = cut_regions(graph, carried.placements, kept, carried.regions)
     report.regions.clear()
     with report.timed("load"):
         sites = [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import quantiles
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from fuseboard.board.session import current_session
 from fuseboard.contracts import Measurement
 from fuseboard.hookspecs import hookimpl
+from fuseboard.partition.garbage import collection_paused
 
 #: Rounds that are measured where the budget allows, and at most.
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
@@ -48,7 +47,7 @@ def measure_calls(calls: Sequence[Callable[[], Any]], budget_s: float) -> list[M
     has room for as many, three where five budgets have. It ends when the budget is spent or every
     median is known closely. What is hopelessly slow takes part in the first rounds only.
     """
-    with _no_garbage_collection():
+    with collection_paused():
         return [_summary(samples) for samples in _rounds(calls, budget_s)]
 
 
@@ -112,14 +111,3 @@ def _summary(samples: list[float]) -> Measurement:
         return Measurement(samples[0], samples[0], samples[0], calls=1)
     low, median, high = quantiles(samples, n=4, method="inclusive")
     return Measurement(latency_us=median, low_us=low, high_us=high, calls=len(samples))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -45,7 +45,6 @@ _SETTINGS = (
     "margin",
     "max_shapes",
     "dynamic",
-    "merge_regions",
     "min_region_us",
     "pin",
     "prepare_memory",
