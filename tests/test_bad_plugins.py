@@ -6,7 +6,6 @@ plugin, hook, what was returned and what is allowed.
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -404,13 +403,3 @@ TIMEOUT = (
 def test_a_hook_that_hangs_is_stopped(lower):
     """Also where it sleeps, or catches what should stop it."""
     assert hanging_call(lower) == TIMEOUT
-
-
-@pytest.mark.parametrize("lower", [spins, catches_everything, raises_something_else])
-def test_a_hook_that_hangs_in_another_thread_is_stopped(lower):
-    """Where no signal can be used, by an exception from the watchdog."""
-    texts = []
-    thread = threading.Thread(target=lambda: texts.append(hanging_call(lower)))
-    thread.start()
-    thread.join(30)
-    assert texts == [TIMEOUT]
