@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 _CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 #: Products and convolutions with packed weights, which freezing leaves to oneDNN and MKL.
-_BY_CHOICE = ("mkl.", "mkldnn.")
+_BY_CHOICE = ("mkl.", "mkldnn.", "onednn.")
 
 
 def notes(

@@ -90,7 +90,8 @@ def compile_frozen(
         if names is None or not callable(getattr(compiled, "write_to_disk", None)):
             raise LoweringError("this version of Inductor doesn't tell a frozen graph's constants")
         _let_go(compiled)
-        if not all(any(value is one for one in own) for value in compiled.constants.values()):
+        made = [v for name, v in compiled.constants.items() if not _is_number(name, v)]
+        if not all(any(value is one for one in own) for value in made):
             raise LoweringError("Inductor made constants of weights while it lowered the graph")
         stored = _artifacts.pickled(compiled)
         if stored is None:
@@ -193,6 +194,7 @@ def _freeze(
     if layouts:
         compile_fx.fake_tensor_prop(graph, list(inputs), True)
         freezing.convert_conv_weights_to_channels_last(graph)
+    _narrow_zero_points(graph)
     placeholders = graph.graph.find_nodes(op="placeholder")
     with recording(graph) as recipe:
         with enter_freezing():
@@ -238,6 +240,37 @@ def _keep_nan(graph: GraphModule) -> None:
             node.target = aten.maximum.default
         node.args = (node.args[0], number)
     graph.recompile()
+
+
+def _narrow_zero_points(graph: GraphModule) -> None:
+    """Make zero points int32 before they are frozen.
+
+    What lowers oneDNN's quantised products would do it (``mkldnn_lowerings.py``), with a constant
+    that no recipe tells of.
+    """
+    quantised = torch.ops.quantized_decomposed
+    packet = getattr(quantised, "dequantize_per_channel", None)  # none before PT2E is imported
+    if packet is None:
+        return
+    for node in graph.graph.find_nodes(op="call_function", target=packet.default):
+        zero_points: Any = node.args[2]
+        value = zero_points.meta.get("val") if isinstance(zero_points, Node) else None
+        if value is None or value.dtype == torch.int32:
+            continue
+        with graph.graph.inserting_before(node):
+            narrow = graph.graph.call_function(
+                aten._to_copy.default, (zero_points,), {"dtype": torch.int32}
+            )
+        narrow.meta["val"] = value.to(torch.int32)
+        node.update_arg(2, narrow)
+
+
+def _is_number(name: str, value: torch.Tensor) -> bool:
+    """Whether a constant is a scale or zero point that the graph has as a number.
+
+    The same lowerings make tensors of these; of those that come of weights they name others.
+    """
+    return value.dim() == 0 and name.startswith(("x_scale", "x_zp", "w_zp"))
 
 
 def _constants(graph: GraphModule) -> list[Any]:

@@ -71,13 +71,13 @@ def fuseboard_claim(graph: GraphModule) -> list[Claim | Decline]:
 
 
 def _why_not(node: Node) -> str | None:
-    from fuseboard_inductor import _known_wrong
+    from fuseboard_inductor import _int8, _known_wrong
 
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return "weights aren't frozen in graphs within a graph"
-    if getattr(node.target, "namespace", "") in ("onednn", "quantized", "quantized_decomposed"):
+    if getattr(node.target, "namespace", "") in ("onednn", "quantized"):
         return "Inductor's code for frozen quantized ops holds their scales"
-    return _known_wrong.why_not(node)
+    return _int8.why_not(node) or _known_wrong.why_not(node)
 
 
 @fuseboard.hookimpl
