@@ -216,6 +216,24 @@ class Fusion:
 
 
 @dataclass(frozen=True)
+class Narrowing:
+    """A graph in narrower numbers, as a plugin offers it: faster, and less accurate.
+
+    :ivar format: names it, such as ``bfloat16``: candidates are called ``mkldnn in bfloat16``.
+    :ivar changes: what it narrows and what it leaves, in a few words for the report.
+    :ivar fusions: rewrites of the graph that the hook was given. Each may be applied without the
+        others: ``tolerance`` may leave out modules. Inputs and outputs must keep their dtypes.
+    :ivar problem: why it isn't offered here, such as instructions that the processor lacks, without
+        which it would be emulated, slower than float32; "" where it is.
+    """
+
+    format: str
+    changes: str
+    fusions: tuple[Fusion, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class LoweredRegion:
     """A region as something to call.
 

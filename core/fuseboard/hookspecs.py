@@ -32,6 +32,7 @@ from fuseboard.contracts import (
     Knapsack,
     LoweredRegion,
     Measurement,
+    Narrowing,
     Plan,
     Policy,
     Random,
@@ -143,6 +144,19 @@ def fuseboard_fuse(
     captured with: op → function. Rewrites must keep results, strides and ``meta["val"]``. The board
     hoists out of the calls what depends on static inputs alone (a packed weight, a folded batch
     norm).
+    """
+
+
+@hookspec
+def fuseboard_narrow(graph: GraphModule, kind: GraphKind, options: Any) -> list[Narrowing] | None:
+    """Offer to have a graph computed in narrower numbers, which loses accuracy.
+
+    Called where the setting ``tolerance`` allows an error, after all other rewrites of the graph as
+    a whole, on every plugin in order; under the policy ``measured`` alone. ``graph`` is an
+    inference graph, or with ``tolerance_training`` a forward or backward graph. It is called again,
+    with a copy of the graph each time, for each version that is made of it. Such a version is
+    claimed, planned and lowered like the graph itself, its regions are judged by what it computes,
+    and its results by ``tolerance`` against float64.
     """
 
 

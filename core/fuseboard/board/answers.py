@@ -21,6 +21,7 @@ from fuseboard.contracts import (
     Fusion,
     LoweredRegion,
     Measurement,
+    Narrowing,
     Plan,
     Verdict,
 )
@@ -146,6 +147,15 @@ def _fusions(answer: Any, arguments: Arguments) -> Problems:
             taken[node] = fusion.name
 
 
+def _narrowings(answer: Any, arguments: Arguments) -> Problems:
+    yield from _items(answer, Narrowing)
+    for one in answer:
+        for field in ("format", "changes", "problem"):
+            yield from _is(getattr(one, field), str, field)
+        yield from _is(one.fusions, tuple, f"fusions of {one.format!r}")
+        yield from _fusions(list(one.fusions), arguments)
+
+
 def _pair(answer: Any, arguments: Arguments) -> Problems:
     if not isinstance(answer, tuple) or len(answer) != 2:
         yield "it isn't a tuple of two"
@@ -257,6 +267,7 @@ _CHECKERS: dict[str, tuple[str, Callable[[Any, Arguments], Problems]]] = {
     "fuseboard_decompositions": ("a dict from ops to callables", _decompositions),
     "fuseboard_fuse_dynamo": ("a list of Fusions that don't overlap", _fusions),
     "fuseboard_fuse": ("a list of Fusions that don't overlap", _fusions),
+    "fuseboard_narrow": ("a list of Narrowings", _narrowings),
     "fuseboard_partition_joint": ("a tuple of two GraphModules, forward and backward", _pair),
     "fuseboard_claim": ("a list of Claims and Declines about nodes of the graph", _claims),
     "fuseboard_plan": ("a Plan with a backend and a reason for each node", _plan),

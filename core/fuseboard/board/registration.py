@@ -25,6 +25,7 @@ STAGE_OF = {
     "fuseboard_plan": "partition",
     "fuseboard_fuse_dynamo": "fuse",
     "fuseboard_fuse": "fuse",
+    "fuseboard_narrow": "fuse",
     "fuseboard_lower": "lower",
     "fuseboard_load": "lower",
     "fuseboard_wrap": "lower",

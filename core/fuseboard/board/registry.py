@@ -42,6 +42,7 @@ BUILT_IN = {
     "attention": "fuseboard.fuse.attention",
     "linear_cross_entropy": "fuseboard.fuse.cross_entropy",
     "simplify": "fuseboard.fuse.simplify",
+    "narrow": "fuseboard.fuse.narrow",
     "defaults": "fuseboard.defaults",
 }
 #: How long ``register`` waits for a plugin's description of itself.

@@ -72,6 +72,8 @@ class Selection:
         self._pass_orders = {hook: self._pass_order(hook) for hook in _PASSES}
         self._options = self._given_options()
         self._check_pins()
+        #: The user's function that ``tolerance_metric`` names.
+        self.metric = self._metric()
         self._overrides = {
             f"fuseboard_{stage}": self._override(stage, target)
             for stage, target in settings.stages.items()
@@ -267,22 +269,33 @@ class Selection:
             )
         return target
 
+    def _metric(self) -> Override | None:
+        path = self.settings.tolerance_metric
+        if ":" not in path:
+            return None
+        return load_override(path, self._where("tolerance_metric", path), ("result", "reference"))
+
     def override(self, stage: str) -> str:
         """Who decides a stage by the settings; "" where they name nobody."""
         return self.settings.stages.get(stage, "")
 
     def override_homes(self) -> dict[str, tuple[Path, ...]]:
-        """Stage → where the code is of the function or plugin that the settings name for it."""
-        return {
+        """Stage → where the code is of the function or plugin that the settings name for it.
+
+        With the function of ``tolerance_metric``.
+        """
+        homes = {
             hook.removeprefix("fuseboard_"): one.homes
             if isinstance(one, Override)
             else self.homes(one)
             for hook, one in self._overrides.items()
         }
+        return homes if self.metric is None else {**homes, "tolerance_metric": self.metric.homes}
 
     def override_of_this_process(self) -> str:
         """A path among the settings that another process can't import; "" where there is none."""
-        paths = [one for one in self._overrides.values() if isinstance(one, Override)]
+        named = [*self._overrides.values(), self.metric]
+        paths = [one for one in named if isinstance(one, Override)]
         return next((one.path for one in paths if not one.is_importable_elsewhere), "")
 
     def override_origin(self, stage: str, who: str) -> str:

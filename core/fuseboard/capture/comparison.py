@@ -21,6 +21,7 @@ from fuseboard.contracts import Boxed
 from fuseboard.errors import containable
 from fuseboard.ops.draws import may_draw
 from fuseboard.ops.effects import has_effects
+from fuseboard.profile.judge.accuracy import Budget
 from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
 from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.rules import reached_by
@@ -49,6 +50,7 @@ class CaptureCheck:
     :param graphs: those that AOTAutograd captured.
     :param written: positions of the inputs that a call writes to; None: any.
     :param fast_random: random numbers needn't be eager's.
+    :param budget: how far results of what was compiled may be from eager's.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class CaptureCheck:
         graphs: Sequence[CapturedGraph],
         written: frozenset[int] | None,
         fast_random: bool,
+        budget: Budget | None = None,
     ) -> None:
         self._graph = graph
         self._run_dynamo_graph = forward_of(graph)
@@ -65,6 +68,7 @@ class CaptureCheck:
         self._captured_graphs = graphs
         self._written = written
         self._fast_random = fast_random
+        self._budget = budget
 
     def difference(self, inputs: Sequence[Any]) -> str:
         """Where AOTAutograd's graphs part from Dynamo's; "" where they don't.
@@ -105,9 +109,19 @@ class CaptureCheck:
             return "it has other results"
         for name, value in want.items():
             known = [spreads[name]] if name in spreads else []
-            if difference(value, got[name], iter(known)):
+            if self._beyond(value, got[name], iter(known)):
                 return self._proven_difference(own, want, got)
         return ""
+
+    def _beyond(self, want: Any, got: Any, disturbed: Iterator[Spread]) -> str:
+        """How a result differs by more than it may; "" if it doesn't."""
+        problem = difference(want, got, disturbed)
+        tensors = isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor)
+        if not problem or self._budget is None or not tensors:
+            return problem
+        return (
+            problem if want.requires_grad != got.requires_grad else self._budget.problem(got, want)
+        )
 
     def _is_as_before(self, inputs: Copies, want: dict[str, Any]) -> bool:
         """Whether Dynamo's graph still gives what it gave: nobody wrote to its inputs since."""
@@ -124,7 +138,7 @@ class CaptureCheck:
         try:
             own = self._inputs(inputs)
             want, got = self._as_they_run(own)
-            if isinstance(got, BaseException) or list(want) != list(got):
+            if isinstance(got, BaseException) or list(want) != list(got) or self._budget:
                 return {}
             apart = [name for name in want if difference(want[name], got[name], iter(()))]
             disturbed = self._disturbances(own) if apart else None
@@ -165,7 +179,7 @@ class CaptureCheck:
         """The first difference that disturbed roundings don't explain."""
         disturbed = self._disturbances(inputs)
         for name, value in want.items():
-            if problem := difference(value, got[name], disturbed.spreads(name)):
+            if problem := self._beyond(value, got[name], disturbed.spreads(name)):
                 if not self._is_as_before(inputs, want):
                     raise CannotCompare("its inputs changed meanwhile, as weights and buffers may")
                 return f"{name} {problem}"

@@ -18,8 +18,9 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
-from fuseboard.config.model import PRESETS, STAGES, TABLES, Settings, unknown_key
+from fuseboard.config.model import PRESETS, STAGES, Settings, unknown_key
 from fuseboard.config.sources import (
+    TABLES,
     RawSource,
     environment_variables,
     find_upwards,
@@ -120,7 +121,7 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if key == "plugins":
             for plugin, options in value.items():
                 yield from ((f"plugins.{plugin}.{k}", v) for k, v in options.items())
-        elif key in TABLES:
+        elif key in TABLES and isinstance(value, Mapping):
             yield from ((f"{key}.{item}", v) for item, v in value.items())
         else:
             yield key, value
@@ -150,8 +151,10 @@ def _problem(loc: tuple[int | str, ...], values: Mapping[str, Any], source: RawS
     """One line for one error of pydantic's: key, value, what is allowed, where it was set."""
     field = str(loc[0])
     key, value = field, values[field]
-    if field in TABLES and isinstance(value, dict) and len(loc) > 1:
-        key, value = f"{field}.{loc[1]}", value.get(loc[1])
+    if field in TABLES and isinstance(value, dict):
+        item = next((part for part in loc[1:] if part in value), None)
+        if item is not None:
+            key, value = f"{field}.{item}", value[item]
     where = _set_in(source, key)
     info = Settings.model_fields[field]
     extra = info.json_schema_extra

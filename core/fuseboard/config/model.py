@@ -7,11 +7,19 @@ The model is checked by :mod:`fuseboard.config.layers`; what only the installed 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    field_validator,
+)
 
-from fuseboard.config.sources import nearest
+from fuseboard.config.sources import TABLES, nearest
 from fuseboard.errors import SettingsError
 
 #: The stages that ``stages`` may override: the hooks of which the first answer counts, and those
@@ -32,8 +40,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-#: Settings that are tables, merged key by key. A key is what follows the first dot, dots and all.
-TABLES = ("stages", "plugins", "pin", "exclude")
+#: A relative error; from 1 on zeros would do.
+_Error = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+_Tolerance = Annotated[
+    Annotated[_Error, Tag("number")] | Annotated[dict[str, _Error], Tag("table")],
+    Discriminator(lambda value: "table" if isinstance(value, dict) else "number"),
+]
 
 
 def _setting(default: Any, allowed: str, description: str, **constraints: Any) -> Any:
@@ -117,6 +129,26 @@ class Settings(BaseModel):
         "eager",
         "'eager', 'fast'",
         "Random numbers: those that eager draws from the same seed, or whichever are fastest.",
+    )
+    tolerance: _Tolerance = _setting(
+        0.0,
+        "a number from 0 to below 1, or a table of such numbers by patterns of module paths, such "
+        "as {'layers.*' = 1e-2}",
+        "The error against float64 that each result of a call may have, relative to its size, for "
+        "the sake of speed. 0 is exact: nothing that loses accuracy is tried. In a table, what no "
+        "pattern matches is exact.",
+    )
+    tolerance_metric: str = _setting(
+        "norm",
+        "'norm', 'max', 'cosine' or a path package.module:function",
+        "How that error is measured: by the norm of the difference, by its largest element, by the "
+        "cosine of the angle, or by a function of a result and its float64 value.",
+        pattern=r"^(norm|max|cosine|[^:]+:[^:]+)$",
+    )
+    tolerance_training: bool = _setting(
+        False,
+        "true or false",
+        "Let tolerance hold for training as well, gradients included.",
     )
     memory_budget: float = _setting(
         1.0,

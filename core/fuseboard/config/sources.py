@@ -23,6 +23,9 @@ from fuseboard.errors import SettingsError
 ENV_PREFIX = "FUSEBOARD_"
 ENV_DELIMITER = "__"
 
+#: Settings that are tables, merged key by key. A key is what follows the first dot, dots and all.
+TABLES = ("stages", "plugins", "pin", "exclude", "tolerance")
+
 
 @dataclass(frozen=True)
 class RawSource:
@@ -154,7 +157,7 @@ def read_environment(
 
 def _check_variable(name: str, value: str, key: str, known: set[str]) -> None:
     head = key.partition(".")[0]
-    if head in known and (head == key or head in ("stages", "plugins", "pin", "exclude")):
+    if head in known and (head == key or head in TABLES):
         return
     variables = {ENV_PREFIX + field.upper() for field in known}
     near = nearest(ENV_PREFIX + head.upper(), variables)

@@ -69,7 +69,7 @@ def apply_fusions(
         done.append(FusionReport(number, fusion.name, plugin, fusion.nodes, applied))
     if any(report.applied for report in done):
         try:
-            if hook == "fuseboard_fuse":
+            if hook != "fuseboard_fuse_dynamo":
                 drop_unread(graph.graph)
             graph.graph.lint()
         except containable() as error:  # lint raises whatever it meets

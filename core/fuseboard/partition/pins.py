@@ -1,5 +1,7 @@
 """The user's wishes: the settings ``pin`` and ``exclude``, and ``fuseboard.prefer`` in a model.
 
+And which errors the setting ``tolerance`` allows where, if that is by patterns.
+
 A pattern is compared with dotted names part by part: with the paths of modules (``layers.*.mlp``)
 and with ops (``aten.mm``, ``mkldnn.*``). ``*``, ``?`` and ``[...]`` stand within a part, ``**`` for
 any number of parts. What lies below a match is matched, too: everything inside of the module, every
@@ -44,7 +46,9 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern of ``pin`` or ``exclude``.
+    """One pattern of ``pin``, ``exclude`` or ``tolerance``.
+
+    :ivar backend: "" for ``tolerance``.
 
     :ivar text: how the user wrote it, such as ``pin.layers.*.mlp = 'mkldnn'``.
     """
@@ -141,8 +145,19 @@ class Pins:
             for name, patterns in settings.exclude.items()
             for pattern in patterns
         ]
+        self._tolerance = settings.tolerance
+        table = self._tolerance if isinstance(self._tolerance, dict) else {}
+        self._tolerances = {
+            Rule(
+                pattern,
+                "",
+                f"tolerance.{pattern} = {allowed:g}",
+                settings.origin(f"tolerance.{pattern}"),
+            ): allowed
+            for pattern, allowed in table.items()
+        }
         self._notes: list[str] = []
-        rules = [*self.pins, *self.excludes]
+        rules = [*self.pins, *self.excludes, *self._tolerances]
         self.paths = ModulePaths(scope if rules and scope is not None else FrameScope({}, []))
         if rules and graph is not None:
             self._check(rules, self.paths.known | paths_in(graph, self.paths))
@@ -177,12 +192,28 @@ class Pins:
 
     # --- for each graph -------------------------------------------------------------------------
 
+    def tolerances(self, nodes: Sequence[Node]) -> dict[str, float]:
+        """The error that each node may cause, by name."""
+        if not isinstance(self._tolerance, dict):
+            return {node.name: self._tolerance for node in nodes}
+        names = self._names(nodes)
+        found = {}
+        for node in nodes:
+            rules = [rule for rule in self._tolerances if any(map(rule.matches, names[node]))]
+            best = max(reversed(rules), key=lambda rule: rule.specificity, default=None)
+            found[node.name] = 0.0 if best is None else self._tolerances[best]
+        return found
+
+    def _names(self, nodes: Sequence[Node]) -> dict[Node, tuple[str, ...]]:
+        """The paths and ops that patterns are compared with."""
+        paths = self.paths.of_nodes(nodes)
+        return {node: (*paths[node], *op_names(_source_of(node))) for node in nodes}
+
     def of(self, nodes: Sequence[Node]) -> GraphPins:
         """The same for one graph."""
         names: dict[Node, tuple[str, ...]] = {}
         if self.pins or self.excludes:
-            paths = self.paths.of_nodes(nodes)
-            names = {node: (*paths[node], *op_names(_source_of(node))) for node in nodes}
+            names = self._names(nodes)
         return GraphPins(nodes, names, self.pins, self.excludes, tuple(self._notes))
 
 

@@ -25,6 +25,7 @@ from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.choose.whole_calls import EAGER, WholeCalls
+from fuseboard.profile.judge.accuracy import Budget
 from fuseboard.report.data import CandidateReport
 from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.failure import describe
@@ -66,6 +67,11 @@ class Compiled:
     def runners(self) -> list[Runner]:
         return self.call.pipeline.runners
 
+    @property
+    def budget(self) -> Budget | None:
+        """How far its results may be from float64; None where they are exact."""
+        return self.call.pipeline.budget
+
     def is_decided(self) -> bool:
         """Whether no call is needed any more to decide what runs."""
         stored = self.call.pipeline.whole_call_decision
@@ -79,7 +85,7 @@ class Compiled:
         if decision is not None:
             return decision.winner == EAGER
         sites = [site for runner in self.runners for site in runner.program.sites]
-        return all(site.lowered.author == "eager" for site in sites)
+        return self.budget is None and all(site.lowered.author == "eager" for site in sites)
 
 
 def compile_graph(
@@ -184,7 +190,8 @@ class GraphCall:
         self.graph = graph
         # A look at the callers' locals keeps what they hold alive for as long as those frames run:
         # only where a pattern has to be compared with the modules in them.
-        wishes = session.settings.pin or session.settings.exclude
+        settings = session.settings
+        wishes = settings.pin or settings.exclude or isinstance(settings.tolerance, dict)
         pins = Pins(session, graph, frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, frame, pins, number)
         #: Ways into the graphs that AOTAutograd captured.
@@ -290,7 +297,8 @@ class GraphCall:
         as_many = self.input_count == len(self.graph.graph.find_nodes(op="placeholder"))
         written = self.mutated if as_many or not self.mutated else None
         fast = self.session.settings.random == "fast"
-        return CaptureCheck(self.graph, compiled, self.captured_graphs, written, fast)
+        budget = self.pipeline.budget
+        return CaptureCheck(self.graph, compiled, self.captured_graphs, written, fast, budget)
 
     def capture_problem(self, compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> str:
         """What AOTAutograd's graphs compute that Dynamo's doesn't; "" where nothing is found."""

@@ -125,9 +125,7 @@ class Planner:
         """
         session, settings = self.session, self.session.settings
         *others, eager = session.backends
-        why_not = _not_measured(staged.graph)
-        if not why_not and settings.ranks == "priority" and several_ranks():
-            why_not = "a job of several ranks; ranks = 'agree' lets rank 0 measure for all of them"
+        why_not = self._not_measured(staged)
         if settings.policy == "measured" and why_not:
             staged.report.notes.append(f"planned by priority, not by measurement: {why_not}")
         guessed = [i for i in others if settings.backends is not None or not i.by_measurement]
@@ -144,6 +142,20 @@ class Planner:
                 repeats = "never"  # the whole graph runs at least as fast, and nobody waits
             plans.append(self._plan(staged, [info, eager], repeats)[1])
         return _unlike([*plans, plan])
+
+    def are_measured(self, staged: StagedGraph) -> bool:
+        """Whether candidates for a graph are compared by running them."""
+        return self.session.settings.policy == "measured" and not self._not_measured(staged)
+
+    def _not_measured(self, staged: StagedGraph) -> str:
+        """Why they can't be; "" if they can."""
+        effects = next(filter(has_effects, staged.graph.graph.nodes), None)
+        if effects is not None:
+            return f"{target_name(effects)} has effects and is run once a call"
+        why = replayable(staged.graph)
+        if not why and self.session.settings.ranks == "priority" and several_ranks():
+            return "a job of several ranks; ranks = 'agree' lets rank 0 measure for all of them"
+        return why
 
     def _plan(
         self, staged: StagedGraph, backends: Sequence[BackendInfo], repeats: Repeats
@@ -198,14 +210,6 @@ def defers(session: Session, graph: GraphModule) -> bool:
     """
     background = session.settings.settle != "first_call" and not several_ranks()
     return background and not is_symbolic(graph)
-
-
-def _not_measured(graph: GraphModule) -> str:
-    """Why a graph's candidates can't be compared by running them; "" if they can."""
-    effects = next(filter(has_effects, graph.graph.nodes), None)
-    if effects is not None:
-        return f"{target_name(effects)} has effects and is run once a call"
-    return replayable(graph)
 
 
 def _unlike(plans: Iterable[Plan]) -> list[Plan]:

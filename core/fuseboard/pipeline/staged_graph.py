@@ -18,6 +18,7 @@ from fuseboard.partition.inner_plans import InnerPlans
 from fuseboard.partition.pins import Wishes
 from fuseboard.partition.places import Place
 from fuseboard.partition.regions import Cut
+from fuseboard.pipeline.narrowing import NarrowedGraph
 from fuseboard.report.data import GraphReport
 from fuseboard.report.nodes import describe_node
 from fuseboard.run.runner import Runner
@@ -42,6 +43,7 @@ class StagedGraph:
     :ivar board_nodes: the board's own nodes, with reasons.
     :ivar inner_plans: for the graphs of higher-order nodes.
     :ivar unversioned: positions of inputs that are inference tensors, which have no versions.
+    :ivar narrowed: of what narrower version ``graph`` is; None where it is exact.
     """
 
     graph: GraphModule
@@ -50,11 +52,12 @@ class StagedGraph:
     report: GraphReport
     roles: InputRoles
     counter: FusionCounter
-    board_nodes: Mapping[Node, str]
-    claims: Claims
-    wishes: Wishes
+    board_nodes: Mapping[Node, str] = field(default_factory=dict)
+    claims: Claims = field(default_factory=dict)
+    wishes: Wishes = field(default_factory=Wishes)
     inner_plans: InnerPlans = field(default_factory=dict)
     unversioned: frozenset[int] = frozenset()
+    narrowed: NarrowedGraph | None = None
 
     @property
     def weight_positions(self) -> frozenset[int]:
@@ -84,16 +87,19 @@ class Record:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """A plan, and the regions that it makes."""
+    """A plan for a graph, and the regions that it makes."""
 
+    staged: StagedGraph
     plan: Plan
     cuts: list[Cut]
 
     @property
     def name(self) -> str:
-        """What a candidate is called: its backends, and whether repeated blocks share code."""
+        """What a candidate is called: its backends, whether repeated blocks share code, in what."""
         names = "+".join(dict.fromkeys(cut.backend for cut in self.cuts)) or "eager"
-        return f"{names} by blocks" if self.plan.regions else names
+        names = f"{names} by blocks" if self.plan.regions else names
+        narrowed = self.staged.narrowed
+        return names if narrowed is None else f"{names} in {narrowed.name}"
 
 
 def placeable_nodes(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:

@@ -34,6 +34,7 @@ from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import cut_regions
 from fuseboard.pipeline.example_inputs import ExampleInputs
+from fuseboard.pipeline.narrowing import Narrower
 from fuseboard.pipeline.planning import Planner, defers
 from fuseboard.pipeline.rewriting import Rewriter
 from fuseboard.pipeline.staged_graph import (
@@ -55,6 +56,8 @@ from fuseboard.profile.choose.ranks import (
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.tuner import Tuner
 from fuseboard.profile.choose.whole_calls import give_up
+from fuseboard.profile.judge.accuracy import Budget
+from fuseboard.report.choices import tolerance_text
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
 from fuseboard.report.names import call_numbers, next_name
 from fuseboard.report.nodes import describe_ends, describe_node
@@ -62,6 +65,7 @@ from fuseboard.report.structured_trace import emit
 from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.run.failure import contain, trip
 from fuseboard.run.program import Program
+from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
 from fuseboard.torch_api import internals as torch_internals
@@ -86,6 +90,7 @@ class Pipeline:
         self.number = next(call_numbers) if number is None else number
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
+        self.narrower = Narrower(session, self.pins, self._tripped)
         self.rewriter = Rewriter(session, lambda: self.example_inputs.values, self._tripped)
         self.example_inputs = ExampleInputs()
         #: Dynamo's graph, as long as it waits for the backend.
@@ -107,6 +112,12 @@ class Pipeline:
         self._dynamo_rewriters: dict[str, None] = {}
         # Failures, notes and fusions from before there was a graph: for the first graph's report.
         self._at_capture = GraphReport(name="capture", kind="inference", frame=frame)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The largest of those of the programs that run; None where all of them are exact."""
+        found = [one for runner in self.runners if (one := runner.budget) is not None]
+        return max(found, key=lambda budget: budget.tolerance, default=None)
 
     def contain_at_capture(self, plugin: str, error: Exception) -> None:
         """A failure before there is a graph.
@@ -247,9 +258,13 @@ class Pipeline:
 
     def _compile(self, captured: CapturedGraph, kind: GraphKind, report: GraphReport) -> None:
         staged = self._begin(captured.graph, kind, report)
+        narrower = self._narrowed(staged)
         with report.timed("partition"), collection_paused():
-            plans = self.planner.plans(staged)
-            cut_plans = [self._cut(staged, plan) for plan in plans]
+            cut_plans = [
+                self._cut(one, plan)
+                for one in (staged, *narrower)
+                for plan in self.planner.plans(one)
+            ]
         placed = dict(Counter(cut.backend for cut in cut_plans[0].cuts))
         self._notify("plan", report, report.seconds["partition"], regions=placed)
         static = staged.roles.static if kind != "backward" else frozenset()
@@ -257,6 +272,8 @@ class Pipeline:
         visible = staged.roles.visible_outputs if kind == "forward" else None
         kept = list(staged.board_nodes)
         runner = Runner(staged.graph, captured, kind, kept, self.session, report, visible)
+        if self.records is None:  # else what this process calls are the same inputs again
+            runner.unproven = FURTHER_CALLS
         self.runners.append(runner)
         if self.records is not None:
             self.records.append(Record(staged, runner))
@@ -275,12 +292,6 @@ class Pipeline:
         if kind == "inference":
             with report.timed("fuse"):
                 graph = self._rewrite(graph, kind, report, counter)
-        with report.timed("partition"), collection_paused():
-            kept = board_nodes(graph)
-            wanted = self.pins.of(placeable_nodes(graph, kept))
-            claims, inner = self.planner.claims(graph, kind, kept, wanted.excluded, report)
-            wishes = wanted.resolve(claims)
-            report.notes.extend(wishes.notes)
         roles = torch_internals.input_roles()
         unversioned = self.example_inputs.unversioned(len(graph.graph.find_nodes(op="placeholder")))
         if kind == "inference" and roles.static & unversioned:
@@ -288,9 +299,40 @@ class Pipeline:
                 f"nothing is prepared from {len(roles.static & unversioned)} weights that are "
                 "inference tensors: these don't tell when they change"
             )
-        return StagedGraph(
-            graph, captured, kind, report, roles, counter, kept, claims, wishes, inner, unversioned
+        staged = StagedGraph(graph, captured, kind, report, roles, counter, unversioned=unversioned)
+        staged = self._claimed(staged)
+        report.notes.extend(staged.wishes.notes)
+        return staged
+
+    def _claimed(self, staged: StagedGraph) -> StagedGraph:
+        """A graph with the backends' claims."""
+        graph, kind, report = staged.graph, staged.kind, staged.report
+        with report.timed("partition"), collection_paused():
+            kept = board_nodes(graph)
+            wanted = self.pins.of(placeable_nodes(graph, kept))
+            claims, inner = self.planner.claims(graph, kind, kept, wanted.excluded, report)
+        return dataclasses.replace(
+            staged,
+            board_nodes=kept,
+            claims=claims,
+            wishes=wanted.resolve(claims),
+            inner_plans=inner,
         )
+
+    def _narrowed(self, staged: StagedGraph) -> list[StagedGraph]:
+        """The graph in narrower numbers, where these are allowed and can be held against it."""
+        report, settings = staged.report, self.session.settings
+        if not settings.tolerance or not self.planner.are_measured(staged):
+            return []
+        report.tolerance = tolerance_text(settings.tolerance, settings.tolerance_metric)
+        with report.timed("fuse"):
+            versions = list(
+                self.narrower.versions(staged.graph, staged.kind, report, staged.counter)
+            )
+        return [
+            self._claimed(dataclasses.replace(staged, graph=one.graph, narrowed=one))
+            for one in versions
+        ]
 
     def _rewrite(
         self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
@@ -301,7 +343,7 @@ class Pipeline:
 
     def _cut(self, staged: StagedGraph, plan: Plan) -> CutPlan:
         graph, kept = staged.graph, list(staged.board_nodes)
-        return CutPlan(plan, cut_regions(graph, plan.placements, kept, plan.regions))
+        return CutPlan(staged, plan, cut_regions(graph, plan.placements, kept, plan.regions))
 
     def _lowering(
         self, staged: StagedGraph, report: GraphReport, counter: FusionCounter
@@ -342,19 +384,24 @@ class Pipeline:
     def _tune(self, staged: StagedGraph, cut_plans: Sequence[CutPlan], runner: Runner) -> None:
         """Several plans: measuring decides, or has decided before."""
         session, report = self.session, staged.report
-        plans: dict[Candidate, Plan] = {}
+        plans: dict[Candidate, CutPlan] = {}
         wrapped = bool(session.with_hook("fuseboard_wrap"))
         for cut_plan in cut_plans:
+            version = cut_plan.staged
             row = CandidateReport(cut_plan.name)
+            context = runner.context
+            if (narrowed := version.narrowed) is not None:
+                row.tolerance = narrowed.budget.tolerance
+                context = context.of_version(version.graph, version.board_nodes, narrowed.budget)
             report.candidates.append(row)
-            candidate = Candidate(cut_plan.cuts, self._strict_lowering(staged), row)
+            candidate = Candidate(cut_plan.cuts, context, self._strict_lowering(version), row)
             if cut_plan.name == "eager" and self.dynamo_graph is not None and not wrapped:
                 candidate.dynamo_site = dynamo_site(
                     self.dynamo_graph, self.example_inputs.values, staged, self.grads
                 )
                 if candidate.dynamo_site is not None:
                     runner.uncompiled = candidate.dynamo_site.lowered.call
-            plans[candidate] = cut_plan.plan
+            plans[candidate] = cut_plan
         waiting = "no candidate has been compared yet"
         report.nodes[:] = [
             describe_node(node, "eager", "", waiting)
@@ -366,9 +413,10 @@ class Pipeline:
         def installed(winner: Candidate) -> None:
             assert winner.program is not None
             report.regions[:] = winner.regions
+            chosen = plans[winner]
             if record is not None:
-                record.plan = plans[winner]
-            describe_nodes(staged, plans[winner], winner.program.sites)
+                record.staged, record.plan = chosen.staged, chosen.plan
+            describe_nodes(chosen.staged, chosen.plan, winner.program.sites)
 
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in staged.graph.graph.nodes])
         stored = StoredDecision.of(

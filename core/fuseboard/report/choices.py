@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fuseboard.report import words
@@ -20,6 +21,7 @@ class ChoiceRow:
     :ivar quartiles: between which half of its calls were.
     :ivar factor: how many times as fast as eager.
     :ivar peak: the most that a call allocates at once.
+    :ivar error: against float64; "" where no error is allowed.
     :ivar problem: why it is out, where no trip of the report says so already.
     :ivar notes: of its regions, where these aren't shown.
     """
@@ -31,6 +33,7 @@ class ChoiceRow:
     factor: str
     compile: str
     peak: str
+    error: str
     problem: str
     notes: tuple[str, ...]
 
@@ -46,11 +49,21 @@ def rows(graph: GraphReport) -> list[ChoiceRow]:
             factor=_factor(graph, candidate) or NONE,
             compile=NONE if candidate.compile_s is None else duration(candidate.compile_s * 1e6),
             peak=NONE if candidate.peak_bytes is None else size(candidate.peak_bytes),
+            error=_error(graph, candidate),
             problem=problem(graph, candidate),
             notes=tuple(candidate.notes),
         )
         for candidate in graph.candidates
     ]
+
+
+def tolerance_text(tolerance: float | Mapping[str, float], metric: str) -> str:
+    """What the settings allow, such as ``0.01 (norm)``."""
+    if isinstance(tolerance, Mapping):
+        allowed = ", ".join(f"{value:g} in {pattern}" for pattern, value in tolerance.items())
+    else:
+        allowed = f"{tolerance:g}"
+    return f"{allowed} ({metric})"
 
 
 def chosen(graph: GraphReport) -> CandidateReport | None:
@@ -117,7 +130,7 @@ def _alone(graph: GraphReport, winner: CandidateReport) -> str:
         return f"{winner.name} is the only candidate"
     if others["slower"]:
         return f"{winner.name} won an earlier comparison"
-    if others["failed"] == others.total():
+    if others["failed"] + others["inexact"] == others.total():
         return f"{winner.name} is the only candidate that was right"
     return f"{winner.name} runs until others have been tried"
 
@@ -188,6 +201,12 @@ def _quartiles(candidate: CandidateReport) -> str:
 def _factor(graph: GraphReport, candidate: CandidateReport) -> str:
     speedup = graph.speedup(candidate)
     return "" if speedup is None else f"{speedup:.2f}"
+
+
+def _error(graph: GraphReport, candidate: CandidateReport) -> str:
+    if not graph.tolerance:
+        return ""
+    return NONE if candidate.error is None else f"{candidate.error:.2g}"
 
 
 def _percent(share: float) -> str:

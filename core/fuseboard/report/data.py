@@ -94,13 +94,17 @@ class CandidateReport:
     """A way to run a graph that was considered under the policy ``measured``.
 
     :ivar name: the backends in it, such as ``mkldnn+eager``.
-    :ivar state: ``chosen``, ``slower``, ``failed``, ``waiting`` to be compiled, or ``untried``.
+    :ivar state: ``chosen``, ``slower``, ``failed``, ``inexact`` (its error is larger than may be),
+        ``waiting`` to be compiled, or ``untried``.
     :ivar latency_us: the median of its calls; ``low_us`` and ``high_us`` are their quartiles. None
         where it wasn't timed. Times of an earlier comparison are told in terms of the last one:
         multiplied by what the winner so far, which was in both, took later over what it took then.
     :ivar comparison: the number of the comparison in which it was timed: within one, candidates are
         called in turn. None where it wasn't timed in this process.
     :ivar compile_s: what lowering it took, here or in the process that did it.
+    :ivar error: how far its results are from float64 where an error is allowed: the largest of its
+        results', by ``tolerance_metric``. None where that isn't known.
+    :ivar tolerance: the error that it is allowed; None for one that is exact.
     :ivar problem: why it failed or wasn't tried.
     :ivar notes: of its regions once it is out, such as what its key in the cache differed in. Those
         of the one that runs are in the graph's regions.
@@ -114,6 +118,8 @@ class CandidateReport:
     comparison: int | None = None
     compile_s: float | None = None
     peak_bytes: int | None = None
+    error: float | None = None
+    tolerance: float | None = None
     problem: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -138,6 +144,7 @@ class GraphReport:
     :ivar outputs: names of the nodes and inputs that it returns, each once.
     :ivar seconds: stage → wall-clock seconds.
     :ivar candidates: under the policy ``measured``, in order of preference.
+    :ivar tolerance: the error that candidates may have, in words; "" where all are exact.
     :ivar decided: how the choice among them was made, in words; "" where there was none.
     :ivar instead: what runs now that something of the chosen one failed in a call, or that the
         graph as a whole lost to Dynamo's own; in a sentence. "" where the chosen one runs.
@@ -151,6 +158,7 @@ class GraphReport:
     call: int = 0
     backends: tuple[str, ...] = ()
     candidates: list[CandidateReport] = field(default_factory=list)
+    tolerance: str = ""
     decided: str = ""
     instead: str = ""
     settled: bool = True

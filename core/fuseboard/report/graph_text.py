@@ -20,7 +20,13 @@ from fuseboard.report.elsewhere import Elsewhere, elsewhere, foremost
 WIDTH = 100
 
 #: Colours of the states of candidates.
-_STATES = {"chosen": "bold green", "failed": "red", "waiting": "yellow", "untried": "yellow"}
+_STATES = {
+    "chosen": "bold green",
+    "failed": "red",
+    "inexact": "yellow",
+    "waiting": "yellow",
+    "untried": "yellow",
+}
 
 
 def plain(what: RenderableType, width: int = WIDTH) -> str:
@@ -69,6 +75,8 @@ def _choice(graph: GraphReport) -> list[RenderableType]:
         parts.append(line(pending, "yellow"))
     rows = choices.rows(graph)
     parts.append(Padding(_candidates(rows), (0, 0, 0, 1), expand=False))
+    if graph.tolerance:
+        parts.append(line(f"errors are against float64; tolerance: {graph.tolerance}", "dim"))
     if scaled := choices.scaled(graph):
         parts.append(line(scaled, "dim"))
     parts += [line(f"{row.name} {row.state}: {row.problem}", "red") for row in rows if row.problem]
@@ -82,12 +90,15 @@ def _candidates(rows: Sequence[choices.ChoiceRow]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("candidate", overflow="fold")
     table.add_column("", no_wrap=True)
-    for title in ("a call", "quartiles", "× eager", "compile", "peak"):
+    errors = any(row.error for row in rows)
+    titles = ("a call", "quartiles", "× eager", "compile", "peak", *["error"] * errors)
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         style = _STATES.get(row.state, "")
         cells = (row.latency, row.quartiles, row.factor, row.compile, row.peak)
-        table.add_row(Text(row.name, style), Text(row.state, style), *cells)
+        more = [row.error] if errors else []
+        table.add_row(Text(row.name, style), Text(row.state, style), *cells, *more)
     return table
 
 

@@ -9,7 +9,7 @@ lines: the functions share the parts that they are written from.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import containable
 from fuseboard.ops.liveness import drops, needed_nodes
 from fuseboard.partition.regions import Cut
+from fuseboard.profile.judge.accuracy import Budget
 from fuseboard.report.data import GraphReport
 from fuseboard.run.checked import CheckedRegion, RegionChecks
 from fuseboard.run.codegen import Source
@@ -48,6 +49,7 @@ class GraphContext:
     :ivar results: what the graph returns.
     :ivar bucket: an expression of ``args`` that tells like sizes from others; "" for static graphs.
     :ivar buckets: of the calls that were checked.
+    :ivar budget: how far its results may be from float64; None where they are exact.
     """
 
     graph: GraphModule
@@ -58,6 +60,15 @@ class GraphContext:
     report: GraphReport
     bucket: str = ""
     buckets: set[Any] = field(default_factory=set)
+    budget: Budget | None = None
+
+    def of_version(
+        self, graph: GraphModule, board_nodes: Collection[Node], budget: Budget
+    ) -> GraphContext:
+        """That of another version of the graph, with the same inputs and as many results."""
+        results: Any = graph.graph.output_node().args[0]
+        own = list(board_nodes)
+        return replace(self, graph=graph, board_nodes=own, results=tuple(results), budget=budget)
 
 
 class Handlers(Protocol):

@@ -23,6 +23,7 @@ from fuseboard.errors import NotEnoughMemory, WrongValues, containable
 from fuseboard.forks import fork_safe_lock
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.board_nodes import shared_outputs
+from fuseboard.profile.judge.accuracy import Budget
 from fuseboard.profile.judge.reference import replayable
 from fuseboard.profile.judge.verify import shares_storage
 from fuseboard.report.data import GraphReport
@@ -34,6 +35,7 @@ from fuseboard.run.codegen import Source
 from fuseboard.run.eager import boxed_function
 from fuseboard.run.failure import contained, describe, region_error, trip
 from fuseboard.run.program import UNPREPARED, GraphContext, Program
+from fuseboard.run.proof import at_first, held_to
 from fuseboard.run.sites import Lowered, Site
 from fuseboard.run.sizes import bucket_source
 from fuseboard.run.weights import WeightSets, any_version
@@ -49,6 +51,7 @@ class Runner:
     :param graph: the graph as it was cut, without changes by any backend.
     :param captured: what AOTAutograd calls. The graph as captured runs in eager after a failure.
     :param visible: how many leading outputs the caller sees.
+    :param budget: how far the graph's results may be from the captured one's in float64.
     :ivar program: what ``uninterrupted`` was generated from.
     :ivar uninterrupted: what a call executes unless it is interrupted.
     :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
@@ -67,6 +70,7 @@ class Runner:
         session: Session,
         report: GraphReport,
         visible: int | None,
+        budget: Budget | None = None,
     ) -> None:
         self.session = session
         self.report = report
@@ -74,7 +78,9 @@ class Runner:
         results: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         placeholders = graph.graph.find_nodes(op="placeholder")
         bucket = bucket_source([node.meta.get("val") for node in placeholders])
-        self.context = GraphContext(graph, kind, board_nodes, results, session, report, bucket)
+        self.context = GraphContext(
+            graph, kind, board_nodes, results, session, report, bucket, budget=budget
+        )
         self._bucket_of = _function_of_args(bucket)
         self.captured = captured
         self._cloned: frozenset[int] = frozenset()
@@ -82,9 +88,11 @@ class Runner:
         self._may_share = shared_outputs(results)
         self._every = session.settings.verify_every
         self._instead: Boxed | None = None
-        self._told_of_change = False
+        self._told_of_change = self._has_given_up = False
         self.on_trip: Callable[[str], None] | None = None
         self.chooser: object = None
+        #: How many further calls of a program that may have an error are held against float64.
+        self.unproven = 0
         self._uncompiled: Boxed | None = None
         self._run(self._run_uncompiled)
 
@@ -97,6 +105,12 @@ class Runner:
     def uncompiled(self, function: Boxed) -> None:
         self._uncompiled = function
 
+    @property
+    def budget(self) -> Budget | None:
+        """How far its results may be from float64 as it runs; None where they are exact."""
+        program = getattr(self, "program", None)
+        return None if program is None or self._has_given_up else program.context.budget
+
     def _run_uncompiled(self, args: list[Any]) -> Sequence[Any]:
         """Until a program is installed. The code for eager is made when a call needs it."""
         return self.uncompiled(args)
@@ -107,9 +121,9 @@ class Runner:
         :param checks: what is known of its code already.
         """
         with self.lock:
-            self.program = program
+            self.program, self._has_given_up = program, False
             if self.session.settings.verify == "off":
-                self._run(program.plain(self, self._cloned))
+                self._go_on()
             else:
                 checks = checks or RegionChecks(again=self._every is not None)
                 self._run(program.checked(self, self._cloned, checks))
@@ -156,16 +170,56 @@ class Runner:
             return ()
         return self.uncompiled(list(inputs))[: self._visible]
 
+    def prove(self, calls: int) -> None:
+        """Hold so many of the next calls against float64, if the program may have an error."""
+        with self.lock:
+            self.unproven = calls
+            self._go_on()
+
     def _go_on(self) -> None:
         """After a checked call without a failure."""
-        plain = self.program.plain(self, self._cloned)
-        if self._every is None:
-            self._run(plain)
-            return
-        checked = self.program.checked(
-            self, self._cloned, RegionChecks(inputs="watched", again=True)
-        )
-        self._run(checked if self._every == 1 else _each(self._every, checked, plain))
+        following = plain = self.program.plain(self, self._cloned)
+        if self._every is not None:
+            checked = self._held_to_budget(
+                self.program.checked(self, self._cloned, RegionChecks(inputs="watched", again=True))
+            )
+            following = checked if self._every == 1 else _each(self._every, checked, plain)
+        if self.unproven and self.program.context.budget is not None:
+            held = self._held_to_budget(plain)
+            self._run(at_first(self.unproven, held, lambda: self._proven(following)))
+        else:
+            self._run(following)
+
+    def _proven(self, following: Boxed) -> Boxed:
+        """Let calls go to a function: enough have been held against float64."""
+        with self.lock:
+            if self.unproven:
+                self.unproven = 0
+                self._run(following)
+        return self.uninterrupted
+
+    def _held_to_budget(self, call: Boxed) -> Boxed:
+        budget = self.program.context.budget
+        if budget is None:
+            return call
+        return held_to(budget, call, self.captured.graph, self._exceeded)
+
+    def _exceeded(self, problem: str, inputs: list[Any]) -> Sequence[Any]:
+        """Results were farther from float64 than they may be: the graph as captured runs for good.
+
+        :returns: what that computes.
+        """
+        with self.lock:
+            if self.program.context.budget is not None and not self._has_given_up:
+                backends = dict.fromkeys(site.lowered.author for site in self.program.sites)
+                instead = "the graph as captured, in eager"
+                trip(
+                    self.report, ", ".join(backends), "profile", self.report.name, problem, instead
+                )
+                self.give_up(f"{instead}, runs: in a call, {problem}", problem)
+                if self.on_trip is not None:
+                    self.on_trip(problem)
+        return self.captured.eager(inputs)
 
     # --- when something is wrong ----------------------------------------------------------------
 
@@ -248,12 +302,13 @@ class Runner:
             trip(self.report, region.backend, "run", region.name, error, instead, region.source)
             self.give_up(f"the whole graph runs in eager, since {region.name} tripped", error)
 
-    def give_up(self, why: str, error: BaseException | None = None) -> None:
+    def give_up(self, why: str, error: BaseException | str | None = None) -> None:
         """Run the graph as captured in eager from now on.
 
         :param error: of the candidate that was chosen.
         """
         with self.lock:
+            self._has_given_up, self.unproven = True, 0
             self._run(self.captured.eager)
             graph_runs_in_eager(self.report, why)
             choose_eager(self.report, why, describe(error) if error else "")
@@ -299,7 +354,10 @@ class Runner:
             names = {site.lowered.region.name for site in failed}
             regions_run_in_eager(self.report, names, f"{region.backend} tripped in a call")
             self.report_tripped(error)
-            self.install(Program(self.context, sites))
+            if self.program.context.budget is None:
+                self.install(Program(self.context, sites))
+            else:  # in eager, the graph in narrower numbers is no faster than the captured one
+                self.give_up(f"{region.backend} tripped in a call: eager runs", error)
             if self.on_trip is not None and not isinstance(error, _PASSING):
                 self.on_trip(describe(error))
 
@@ -337,7 +395,7 @@ class Runner:
     def _failed_prepare(self, lowered: Sequence[Lowered], inputs: list[Any]) -> int:
         """The number of the site whose prepare graph raises on these inputs; -1 if none does."""
         values = dict(
-            zip(self.context.graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
+            zip(self.program.context.graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
         )
         for number, (site, code) in enumerate(zip(self.program.sites, lowered, strict=True)):
             if code.prepare is not None:

@@ -28,14 +28,14 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
         )
     if settings.on_failure == "raise" or session.decides_on_failure:
         return "failures may be raised, which needs a call to raise in"
-    if settings.pin or settings.exclude:
-        return "pin and exclude look at the modules of the call"
+    if settings.pin or settings.exclude or isinstance(settings.tolerance, dict):
+        return "pin, exclude and tolerance's patterns look at the modules of the call"
     if several_ranks():
         return "a job of several ranks"
     if any(session.module_name(name) is None for name in session.plugins):
         return "a plugin is an object of this process"
     if path := session.override_of_this_process():
-        return f"{path}, which decides a stage, can't be imported by another process"
+        return f"{path}, a function of the settings, can't be imported by another process"
     for value in inputs:
         if why := why_unknown(value) or why_not_kept(in_the_example(value)):
             return why

@@ -16,10 +16,9 @@ from fuseboard.forks import fork_safe_lock
 from fuseboard.pipeline.call import Compiled
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import modes as torch_modes
-from fuseboard.torch_api.state import StateGuard
-from fuseboard.torch_api.views import eager_view_strides
 from fuseboard.workshop.admission import why_not_kept
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
+from fuseboard.workshop.proving import difference_on
 from fuseboard.workshop.sizes import SizeCondition, SizeRoute
 from fuseboard.workshop.trial import Trial
 
@@ -134,11 +133,7 @@ class BySizes:
         buckets = [runner.context.buckets for runner in self._compiled.runners]
         before = [set(one) for one in buckets]
         try:
-            inputs = kept.inputs()
-            if inputs is None:
-                return ""  # a weight is gone, and nobody will call
-            with kept.entered(), StateGuard(), eager_view_strides():
-                problem = self._compiled.capture_check().difference_as_it_runs(inputs, {})
+            problem = difference_on(self._compiled, kept)
         except CannotKeep:
             return ""  # switches were changed: another call may do
         except CannotCompare:  # the next call of such sizes is to check each region

@@ -32,6 +32,7 @@ from fuseboard.partition.signature import signature
 from fuseboard.pipeline.call import Compiled, GraphCall
 from fuseboard.pipeline.staged_graph import Record
 from fuseboard.profile.choose.candidates import note_gain_of_preparing
+from fuseboard.profile.judge.accuracy import Budget, Metric
 from fuseboard.report.data import GraphReport
 from fuseboard.report.names import next_name
 from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
@@ -61,6 +62,7 @@ class _CarriedGraph:
         weren't.
     :ivar facts: what was known of the sizes of a region before it was lowered, by signature.
     :ivar overridden: where who decides a stage by the settings did so.
+    :ivar tolerance: the error that the fused graph's results may have; None where it is exact.
     """
 
     kind: GraphKind
@@ -78,6 +80,7 @@ class _CarriedGraph:
     decomposed: dict[LevelKey, bytes | None]
     facts: dict[str, str]
     overridden: frozenset[Decided]
+    tolerance: float | None
     report: GraphReport
 
 
@@ -172,6 +175,7 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
         },
         facts={name: text for name, text in record.facts.items() if name in used},
         overridden=frozenset(one for one in record.overridden if one[1] in used),
+        tolerance=None if staged.narrowed is None else staged.narrowed.budget.tolerance,
         report=staged.report,
     )
 
@@ -284,7 +288,9 @@ def _run(
     nodes = {node.name: node for node in graph.graph.nodes}
     kept = [nodes[name] for name in carried.board_nodes]
     report = _as_ours(carried.report, call)
-    runner = Runner(graph, entry, carried.kind, kept, session, report, carried.visible)
+    allowed = carried.tolerance
+    budget = None if allowed is None else Budget(allowed, Metric.of(session))
+    runner = Runner(graph, entry, carried.kind, kept, session, report, carried.visible, budget)
     if carried.runs_original:
         runner.uncompiled = boxed_original(call.graph, torch.is_grad_enabled())
     call.pipeline.runners.append(runner)

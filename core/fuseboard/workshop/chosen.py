@@ -51,6 +51,11 @@ class Chosen:
         self.by_sizes.begin(self._trial)
         return self.run
 
+    def prove(self, calls: int) -> None:
+        """Hold results of so many further calls against float64, if they may have an error."""
+        for runner in self.compiled.runners:
+            runner.prove(calls)
+
     def end_trial(self) -> None:
         """From now on no call is answered in turn. It takes no lock."""
         if self.by_sizes is not None:

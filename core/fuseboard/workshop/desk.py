@@ -67,7 +67,7 @@ class Order(Protocol):
         """Load what was chosen."""
 
     def compare(self) -> Next:
-        """Hold what was chosen against Dynamo's graph on a call of other sizes."""
+        """Hold what was chosen against Dynamo's graph on a further call, or of other sizes."""
 
     def keep_trial(self) -> Next:
         """Keep for later processes how the trial ended."""

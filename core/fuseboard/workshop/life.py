@@ -41,6 +41,7 @@ from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_answers import KeptAnswers
 from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
+from fuseboard.workshop.proving import Proving
 from fuseboard.workshop.reporting import LifeReport
 from fuseboard.workshop.request import Answer, Request, TrialOutcome
 from fuseboard.workshop.sizes import SizeCondition
@@ -92,6 +93,8 @@ class Life:
         #: Whether an earlier process's answer will do, whether this one is, and its trial.
         self._may_look, self._is_recalled = True, False
         self._trial: TrialOutcome | None = None
+        #: While further calls are compared, since what was chosen may have an error.
+        self._proving: Proving | None = None
         #: Of the trial here: Dynamo's graph (0) or what was chosen.
         self._winner = 0
         training = self._kept.grads and any(
@@ -161,6 +164,7 @@ class Life:
     def waiting(self) -> int:
         """Whether something is done for it beside calls."""
         needs_call = not self._has_begun or bool(self._why_here) or self._wants_call
+        needs_call |= self._proving is not None
         return int(self.state in (GraphState.WATCHING, GraphState.LOADING) and not needs_call)
 
     def settle(self) -> bool:
@@ -174,11 +178,14 @@ class Life:
                     self._compile_on(inputs)
                 if self._chosen is None:
                     return self.settled
+                proving = self._end_proof()
                 make_call = self._chosen.compiled.capture_check().calls_of(inputs, self._route.run)
                 for _ in range(_TRIAL_CALLS):
                     make_call()
                     if self.settled:
                         break
+                if proving is not None:  # what comes is to show what these inputs can't
+                    self._chosen.prove(proving.left)
         except (CannotCompare, CannotKeep):
             return False
         except containable() as error:  # the call that comes meets it as well
@@ -193,6 +200,8 @@ class Life:
         """
         if self._chosen is not None and self._chosen.by_sizes is not None:
             self._chosen.by_sizes.forked()
+        if self._proving is not None:
+            self._proving.forked()
         if not self.waiting:
             return
 
@@ -374,7 +383,23 @@ class Life:
         if compiled.is_dynamo_graph:
             self._settle_on(self._own)
             self._report.settled(EAGER)
-        elif self._training:
+        elif compiled.budget is not None and self._trial is None:
+            keep, submit = self._graph.keep, self._ask_to_compare
+            self._proving = Proving(compiled, condition, self._watch, keep, submit)
+            self._route.put(self._proving.run)
+        else:
+            self._begin_with_chosen(chosen)
+
+    def _end_proof(self) -> Proving | None:
+        """Let what was chosen answer calls, if it was being compared."""
+        proving, self._proving = self._proving, None
+        if proving is not None and self._chosen is not None:
+            self._begin_with_chosen(self._chosen)
+        return proving
+
+    def _begin_with_chosen(self, chosen: Chosen) -> None:
+        """Let what was chosen answer calls, at first in turn with Dynamo's graph."""
+        if self._training:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
             self._settle_on(chosen.run)
             self._report.settled(COMPILED)
@@ -399,15 +424,19 @@ class Life:
         desk().compare(self)
 
     def compare(self) -> Next:
-        """Hold what was chosen against Dynamo's graph on a call of other sizes."""
+        """Hold what was chosen against Dynamo's graph on a further call, or of other sizes."""
         return self._context.copy().run(self._compare)
 
     def _compare(self) -> Next:
-        chosen = self._chosen
+        chosen, proving = self._chosen, self._proving
         assert chosen is not None
-        assert chosen.by_sizes is not None
         with beside():
-            if problem := chosen.by_sizes.compare():
+            if proving is not None:
+                if problem := proving.compare():
+                    self._give_up(chosen, problem)
+                elif not proving.left:
+                    self._end_proof()
+            elif chosen.by_sizes is not None and (problem := chosen.by_sizes.compare()):
                 self._give_up(chosen, problem)
         return Next.NOTHING
 
@@ -416,6 +445,7 @@ class Life:
         if not self._machine.change(GraphState.SETTLED, lambda: self._let_own_answer(chosen)):
             self._let_own_answer(chosen)
         self._kept.forget()
+        self._proving = None
         chosen.tell_wrong(problem, self.name)
         self._keep_that_eager_runs(problem)
 

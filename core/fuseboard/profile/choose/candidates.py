@@ -24,6 +24,7 @@ from fuseboard.torch_api.nodes import target_name
 class Candidate:
     """A plan's regions, and the program that was made of them.
 
+    :ivar context: of its programs.
     :ivar lowering: strict; its report is this candidate's own.
     :ivar row: its row in the graph's report.
     :ivar waiting: what is to be compiled before it can be lowered.
@@ -35,6 +36,7 @@ class Candidate:
     """
 
     cuts: list[Cut]
+    context: GraphContext
     lowering: Lowering
     row: CandidateReport
     waiting: set[Token] = field(default_factory=set)
@@ -56,7 +58,7 @@ class Candidate:
     @property
     def dropped(self) -> bool:
         """It can't be chosen any more."""
-        lost = self.row.state in ("failed", "slower") or bool(self.row.problem)
+        lost = self.row.state in ("failed", "inexact", "slower") or bool(self.row.problem)
         return lost and self.program is None
 
     @property
@@ -72,14 +74,14 @@ class Candidate:
         sets = self.program.sets if self.program is not None else None
         return sets is not None and len(sets) > 0
 
-    def lower(self, context: GraphContext, defers: bool) -> list[Deferred]:
+    def lower(self, defers: bool) -> list[Deferred]:
         """Lower the regions; what has to be compiled elsewhere first, where something has to.
 
         Raises what the backends raise, or :class:`RegionError` of a wrapper.
         """
         if self.dynamo_site is not None:
             self.regions[:] = [report_of_site(self.dynamo_site)]
-            self.program = Program(context, [self.dynamo_site])
+            self.program = Program(self.context, [self.dynamo_site])
             return []
         start = time.perf_counter()
         self.lowering.defers, self.lowering.ready = defers, self.ready
@@ -87,7 +89,7 @@ class Candidate:
         sites: list[Site] = []
         deferred: list[Deferred] = []
         for number, cut in enumerate(self.cuts):
-            name = f"{context.report.name}.region{number}"
+            name = f"{self.context.report.name}.region{number}"
             try:
                 sites.append(Site(cut, self.lowering.lower(cut, name, len(self.cuts) == 1)))
             except Deferred as later:
@@ -102,7 +104,7 @@ class Candidate:
             self.waiting.clear()
             deferred.clear()
         elif not self.waiting:
-            self.program, self.postponed = Program(context, sites), False
+            self.program, self.postponed = Program(self.context, sites), False
         self.row.compile_s = (self.row.compile_s or 0.0) + time.perf_counter() - start
         return deferred
 
@@ -113,7 +115,7 @@ class Candidate:
         """
         row = self.row
         row.latency_us, row.low_us, row.high_us = cost.latency_us, cost.low_us, cost.high_us
-        row.peak_bytes = cost.peak_bytes
+        row.peak_bytes, row.error = cost.peak_bytes, cost.error
         if lost and (cost.latency_us or settled):
             self.drop("failed" if cost.problem else "slower", cost.problem)
 

@@ -51,6 +51,9 @@ _SETTINGS = (
     "random",
     "repeats",
     "stages",
+    "tolerance",
+    "tolerance_metric",
+    "tolerance_training",
     "verify",
 )
 
@@ -159,7 +162,7 @@ class StoredDecision:
     def record_trip(self, name: str, problem: str) -> None:
         """Keep that a winner failed in a later call: the best of the others is the winner then.
 
-        Where there is none it is eager, or nothing at all.
+        Of those that are exact. Where there is none it is eager, or nothing at all.
         """
         if self.parts is None:
             return
@@ -170,7 +173,11 @@ class StoredDecision:
             replace(cost, problem=problem) if cost.name == name else cost
             for cost in found.candidates
         )
-        right = [cost for cost in costs if cost.latency_us is not None and not cost.problem]
+        right = [
+            cost
+            for cost in costs
+            if cost.latency_us is not None and not cost.problem and cost.tolerance is None
+        ]
         eager = next((cost.name for cost in costs if cost.name == "eager"), "")
         best = min(right, key=lambda cost: cost.latency_us or 0.0).name if right else eager
         self.database.record(
@@ -196,7 +203,7 @@ def _session_parts(session: Session) -> dict[str, str]:
 
 def _rewriters(session: Session) -> list[str]:
     """The plugins that rewrite or wrap and aren't backends, with all that their code depends on."""
-    hooks = ("fuseboard_fuse_dynamo", "fuseboard_fuse", "fuseboard_wrap")
+    hooks = ("fuseboard_fuse_dynamo", "fuseboard_fuse", "fuseboard_narrow", "fuseboard_wrap")
     backends = {info.name for info in session.backends}
     names = dict.fromkeys(name for hook in hooks for name in session.with_hook(hook))
     return [
@@ -231,5 +238,7 @@ def _cost(row: CandidateReport, undecided: bool) -> CandidateCost:
         high_us=row.high_us,
         compile_s=row.compile_s,
         peak_bytes=row.peak_bytes,
+        error=row.error,
+        tolerance=row.tolerance,
         problem=problem,
     )

@@ -25,6 +25,7 @@ from fuseboard.lower.caching import Token
 from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.profile.choose.candidates import Candidate, note_gain_of_preparing
+from fuseboard.profile.choose.errors import Errors
 from fuseboard.profile.choose.layouts import Layouts
 from fuseboard.profile.choose.ranks import Decide, decide_alone
 from fuseboard.profile.choose.stored_decision import StoredDecision
@@ -158,7 +159,7 @@ class Tuner:
     def _lower(self, candidate: Candidate, defers: bool) -> bool:
         """Whether a candidate is lowered now; what it waits for is sent to be compiled."""
         try:
-            deferred = candidate.lower(self._runner.context, defers)
+            deferred = candidate.lower(defers)
         except RegionError:  # a wrapper's; the policy is to raise
             raise
         except containable() as error:  # a plugin may raise anything; the policy decides
@@ -252,6 +253,7 @@ class Tuner:
             self._session.settings.verify != "off", references={}, input_copies=kept
         )
         layouts = Layouts(self._runner, inputs)
+        errors = Errors(self._runner.captured.graph, inputs, self._session, self._report)
         profiling = self._report.timed("profile")
         with (
             compile_lock,
@@ -264,7 +266,9 @@ class Tuner:
             for candidate in order:
                 if candidate.program is None and not self._lower(candidate, defers=False):
                     continue
-                if not candidate.proven and not self._verify(candidate, inputs, checks, layouts):
+                if not candidate.proven and not self._verify(
+                    candidate, inputs, checks, layouts, errors
+                ):
                     # Where it neither ran short of memory nor is out, eager raises as well.
                     if candidate not in self._crowded and not candidate.dropped:
                         self._due = due
@@ -313,7 +317,12 @@ class Tuner:
         return found or (right[0] if right and chosen else None)
 
     def _verify(
-        self, candidate: Candidate, inputs: list[Any], checks: RegionChecks, layouts: Layouts
+        self,
+        candidate: Candidate,
+        inputs: list[Any],
+        checks: RegionChecks,
+        layouts: Layouts,
+        errors: Errors,
     ) -> bool:
         """Whether a candidate keeps its contract and computes the right values."""
         assert candidate.program is not None
@@ -327,6 +336,9 @@ class Tuner:
             results = candidate.program.trial(checks)(list(inputs))
             if checks.values and len(candidate.cuts) > 1:
                 layouts.check(candidate, results)
+            errors.measure(candidate, results)
+            if candidate.dropped:
+                return False
         except NotEnoughMemory as error:
             if any(c.holds_weights for c in self._candidates if c is not self._chosen):
                 self._crowded.append(candidate)
@@ -339,7 +351,7 @@ class Tuner:
             except containable():  # eager raises as well: the user's own error, raised by the call
                 return False
             if candidate.dynamo_site is not None:
-                return self._without_dynamo_graph(candidate, inputs, checks, layouts, error)
+                return self._without_dynamo_graph(candidate, inputs, checks, layouts, errors, error)
             self._failed(candidate, "profile", error)
             return False
         candidate.proven = True
@@ -351,6 +363,7 @@ class Tuner:
         inputs: list[Any],
         checks: RegionChecks,
         layouts: Layouts,
+        errors: Errors,
         error: BaseException,
     ) -> bool:
         """Let the captured graph op by op be the candidate that Dynamo's own graph can't be.
@@ -365,7 +378,7 @@ class Tuner:
         candidate.dynamo_site = candidate.program = None
         self._runner.uncompiled = self._runner.captured.eager
         return self._lower(candidate, defers=False) and self._verify(
-            candidate, inputs, checks, layouts
+            candidate, inputs, checks, layouts, errors
         )
 
     def _fastest(

@@ -25,6 +25,8 @@ class CandidateCost:
     :ivar name: the backends in it (``mkldnn+eager``), or what was compared at that level.
     :ivar latency_us: the median of a call; ``low_us`` and ``high_us`` are its interval. None where
         it wasn't timed. Those of one decision can be held against each other.
+    :ivar error: how far its results were from float64, where an error was allowed.
+    :ivar tolerance: the error that it was allowed; None for one that is exact.
     :ivar problem: why it couldn't be chosen: it failed verification, raised, wasn't tried. "" if it
         could.
     """
@@ -35,6 +37,8 @@ class CandidateCost:
     high_us: float | None = None
     compile_s: float | None = None
     peak_bytes: int | None = None
+    error: float | None = None
+    tolerance: float | None = None
     problem: str = ""
 
     @property
@@ -179,7 +183,7 @@ def _wrong_field(decision: Decision) -> str:
     return ""
 
 
-_NUMBERS = ("latency_us", "low_us", "high_us", "compile_s", "peak_bytes")
+_NUMBERS = ("latency_us", "low_us", "high_us", "compile_s", "peak_bytes", "error", "tolerance")
 
 
 def _is_text(value: Any) -> bool:
