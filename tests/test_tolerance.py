@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fuseboard.errors import SettingsError
 from fuseboard.lower import background
 from fuseboard.profile.judge.accuracy import Metric
 from fuseboard.report.data import ledger
+from fuseboard.run import proof
 from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.torch_api import formats
 from tests.support import narrowing
@@ -67,8 +70,6 @@ def error(got, model, x):
 
 
 def _double(model):
-    import copy
-
     return copy.deepcopy(model).double()
 
 
@@ -361,7 +362,7 @@ def test_wrong_code_for_the_narrower_graph_is_a_failure_within_any_budget():
 
     def wrong(call, region):
         def run(args):
-            return [value * 1.05 for value in call(args)]
+            return [value * 1.2 for value in call(args)]
 
         return run if _dtypes(region.graph) == {torch.bfloat16} else call
 
@@ -495,8 +496,6 @@ def test_a_later_call_beyond_the_budget_ends_it_for_good(verify, calls, caplog):
 def test_calls_after_the_proof_are_not_looked_at(monkeypatch):
     """So many are held against float64, and then nothing but the program runs."""
     made = []
-    from fuseboard.run import proof
-
     real = proof.float64_run
     monkeypatch.setattr(proof, "float64_run", lambda *args: made.append(1) or real(*args))
     with torch.no_grad():
@@ -535,8 +534,6 @@ def beside(monkeypatch, as_users_run_it, chosen):
 
 
 def _proven():
-    import time
-
     end = time.monotonic() + 120
     while life()._chosen is None and not life().settled:
         assert time.monotonic() < end

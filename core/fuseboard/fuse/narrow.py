@@ -100,7 +100,9 @@ class _Narrower:
         args = [operands.get(place, value) for place, value in enumerate(product.args)]
         made = write.function(product.target, *args, **product.kwargs)
         pairs = [(product, made)]
-        if not isinstance(made.meta["val"], torch.Tensor):  # the result, and what its backward needs
+        if not isinstance(
+            made.meta["val"], torch.Tensor
+        ):  # the result, and what its backward needs
             items = list(product.users)
             pairs = [(one, write.function(operator.getitem, made, one.args[1])) for one in items]
         for old, new in pairs:
