@@ -369,4 +369,5 @@ def test_a_function_that_another_process_cant_import(monkeypatch):
     made.fuse = stages.halves
     monkeypatch.setitem(sys.modules, "made_here", made)
     session = board.session(resolve({"stages.fuse": "made_here:fuse"}))
-    assert "made_here:fuse, a function of the settings, can't be imported" in why_in_calls(session, [X])
+    told = "made_here:fuse, a function of the settings, can't be imported"
+    assert told in why_in_calls(session, [X])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fuseboard.capture.side_runs import CannotCompare
-from fuseboard.errors import CONTAINED
+from fuseboard.errors import containable
 from fuseboard.forks import fork_safe_lock
 from fuseboard.pipeline.call import Compiled
 from fuseboard.run.failure import describe
@@ -81,7 +81,7 @@ class Proving:
             pass  # switches were changed: another call may do
         except CannotCompare as why:
             problem = f"its error in further calls isn't known: {why}"
-        except CONTAINED as error:
+        except containable() as error:
             problem = describe(error)
         finally:
             self._pending = ""

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.board.overrides import Override
-from fuseboard.errors import CONTAINED, error_text
+from fuseboard.errors import containable, error_text
 from fuseboard.profile.judge.reference import Reference, make_reference
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.profile.judge.rewrites import why_no_room
@@ -103,7 +103,7 @@ class Metric:
         arguments = {name: values[name] for name in self.function.arguments}
         try:
             found = float(self.function.function(**arguments))
-        except CONTAINED as error:
+        except containable() as error:
             raise NotMeasured(f"tolerance_metric {self.name} raised {error_text(error)}") from error
         if not found >= 0:  # or NaN
             raise NotMeasured(f"tolerance_metric {self.name} returned {found}, which is no error")
