@@ -109,7 +109,7 @@ def test_what_calls_waited_for_too_long_is_made_up_for(monkeypatch):
     monkeypatch.setattr(module, "_clock", lambda: now)
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
     slices, share_s = Slices(), module.SHARE * 0.04
-    slices._workers = 1
+    slices._workers = slices._waiting = 1
     late_s = 3 * share_s
     call()
     late_s = 0.0
@@ -122,6 +122,72 @@ def test_what_calls_waited_for_too_long_is_made_up_for(monkeypatch):
     for _ in range(40):
         call()
     assert len(waits) > 3
+
+
+def test_calls_wait_for_no_work_that_needs_no_slice(monkeypatch):
+    """Kernels run without Python's lock, as does an engine that makes a session."""
+    slices, asleep = Slices(), []
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with slices.work():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(30)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=asleep.append))
+    for _ in range(30):
+        slices.leave(slices.enter() - 1.0)
+    assert not asleep
+    leave.set()
+    thread.join(30)
+
+
+def test_the_call_after_a_trace_waits_a_share_of_it(monkeypatch):
+    """It is one of seconds, in which an earlier process's program is loaded."""
+    now, waits = 10.0, []
+    monkeypatch.setattr(module, "_clock", lambda: now)
+    slices = Slices()
+    slices.trace_begins()
+    now = 14.0
+    slices.trace_ends()
+    slices.pay_for_trace(waits.append)
+    slices.pay_for_trace(waits.append)
+    assert waits == pytest.approx([4.0 * module.TRACE_SHARE, 0.0])
+
+
+def test_work_doesnt_pause_while_the_call_after_a_trace_waits():
+    """Nobody else needs Python's lock then."""
+    slices, pauses = Slices(), []
+    pause = slices._pause
+    slices._pause = lambda: pauses.append(pause())
+    with Worker(slices):
+        time.sleep(0.05)
+        assert pauses
+        slices._traced_s = 60.0
+
+        def wait(seconds):
+            time.sleep(0.05)
+            pauses.clear()
+            time.sleep(0.05)
+            assert not pauses
+
+        slices.pay_for_trace(wait)
+
+
+def test_a_trace_in_which_a_process_is_forked_owes_the_child_nothing():
+    """The child has no worker."""
+    slices, waits = module.slices, []
+    slices.trace_begins()
+    try:
+        module._after_fork()
+        slices.trace_ends()
+        slices.pay_for_trace(waits.append)
+        assert waits == [0.0]
+    finally:
+        module._after_fork()
 
 
 def test_calls_of_several_threads_are_counted():
@@ -174,7 +240,7 @@ def test_the_profile_function_of_the_thread_is_put_back():
 
 
 def test_work_pauses_while_dynamo_traces():
-    """And owes nothing for it: a trace takes seconds."""
+    """The trace itself doesn't wait for it when it ends."""
     slices = Slices()
     slices.trace_begins()
     with Worker(slices) as worker:
@@ -187,10 +253,28 @@ def test_work_pauses_while_dynamo_traces():
 
 
 def test_dynamo_tells_when_it_traces(monkeypatch):
-    """Of each function that it compiles, from the first graph on."""
+    """Of each function that it compiles, also after a reset, once for each."""
     told = []
     monkeypatch.setattr("torch._dynamo.callback.callback_handler.start_callbacks", [])
     monkeypatch.setattr("torch._dynamo.callback.callback_handler.end_callbacks", [])
-    watch_dynamo(lambda: told.append("begins"), lambda: told.append("ends"))
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    assert told == ["begins", "ends"]
+
+    def begins(_):
+        told.append("begins")
+
+    def ends(_):
+        told.append("ends")
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        for _ in range(2):
+            watch_dynamo(begins, ends)
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert told == ["begins", "ends"] * 2
+
+
+def test_a_trace_that_wasnt_seen_to_begin_ends_nothing_else():
+    """As where torch was reset before it, or a process was forked in it."""
+    slices = Slices()
+    slices.enter()
+    slices.trace_ends()
+    assert slices._calls == 1

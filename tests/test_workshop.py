@@ -23,6 +23,7 @@ from fuseboard.workshop import life as lives_module
 from fuseboard.workshop import process
 from fuseboard.workshop.chosen import Chosen
 from fuseboard.workshop.request import Answer
+from fuseboard.workshop.slices import Slices
 from fuseboard.workshop.states import GraphState
 from tests.support.beside import compiled, life, lives, loaded, mlp, pinned
 from tests.support.eager_loses import MEASURE
@@ -188,16 +189,18 @@ def wins_after_four(monkeypatch):
 
 @pytest.mark.usefixtures("wins_after_four")
 def test_what_won_the_trial_needs_none_in_a_later_process(monkeypatch):
-    """It takes the place of Dynamo's own graph as soon as it is loaded."""
+    """It takes the place of Dynamo's own graph as soon as it is loaded, for which the first call
+    waits a share of its trace."""
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         pinned(model)(x)
         assert fuseboard.wait(120)
         torch._dynamo.reset()
         monkeypatch.setattr(Chosen, "in_turn_with", lambda *a: pytest.fail("there is a trial"))
+        monkeypatch.setattr(Slices, "pay_for_trace", lambda self, wait: wait(120))
         run = pinned(model)
         run(x)
-        assert fuseboard.wait(120)
+        assert fuseboard.settled()
         torch.testing.assert_close(run(x), model(x))
     (report,) = loaded()
     assert any("us as Dynamo's own graph" in note for note in report.notes)

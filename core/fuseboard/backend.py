@@ -23,10 +23,13 @@ from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.symbols import in_the_example
 from fuseboard.torch_api.views import eager_view_strides, why_not_installed
 from fuseboard.workshop.admission import why_held, why_in_calls, with_a_cache
+from fuseboard.workshop.desk import watch_dynamo
 from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.life import Life
 
-why_not_installed()  # Dynamo traces before it calls the backend
+# Dynamo traces before it calls the backend.
+why_not_installed()
+watch_dynamo()
 
 Run = Callable[..., Any]
 #: Makes what answers the calls of a graph, from its first inputs.

@@ -333,15 +333,17 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def watch_dynamo(started: Callable[[], None], ended: Callable[[], None]) -> None:
+def watch_dynamo(started: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
     """Be told, for the rest of the process, when Dynamo begins to trace and when it has ended.
 
-    ``torch/_dynamo/callback.py``; where traces nest, the outermost one counts.
+    Has to be called again after ``torch._dynamo.reset()``, which forgets it; in a trace that one's
+    end alone is told then. ``torch/_dynamo/callback.py``; where traces nest, the outermost counts.
     """
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(lambda _: started())
-    callback_handler.register_end_callback(lambda _: ended())
+    if started not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(started)
+        callback_handler.register_end_callback(ended)
 
 
 def size_hint(value: Any) -> int:

@@ -7,7 +7,6 @@ Their Python work is done in slices; see :mod:`fuseboard.workshop.slices`.
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import multiprocessing.util
 import os
@@ -89,9 +88,13 @@ class _Thread:
         self._idle = idle
         self._queue: queue.SimpleQueue[tuple[_Work, weakref.ref[Order]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._done = threading.Condition()
+        self._left = 0
         self._thread: threading.Thread | None = None
 
     def put(self, work: _Work, order: weakref.ref[Order]) -> None:
+        with self._done:
+            self._left += 1
         self._queue.put((work, order))
         with self._lock:
             if self._thread is None:
@@ -116,6 +119,14 @@ class _Thread:
                 if alive is not None:
                     alive.fail(error_text(error))
             del order
+            with self._done:
+                self._left -= 1
+                self._done.notify_all()
+
+    def wait(self, limit_s: float) -> None:
+        """Return once all is done that was put into the queue, or after so many seconds."""
+        with self._done:
+            self._done.wait_for(lambda: not self._left, limit_s)
 
 
 class Desk:
@@ -137,8 +148,12 @@ class Desk:
             self._is_known_to_end = True
             # A forked child of multiprocessing ends without what atexit knows of.
             multiprocessing.util.Finalize(None, self.end, exitpriority=0)
-            _watch_dynamo()
+        watch_dynamo()  # torch may have been reset
         self._loading.put(self._recall, weakref.ref(order))
+
+    def pay_for_trace(self) -> None:
+        """In a graph's first call: wait a little for what an earlier process chose for it."""
+        slices.pay_for_trace(self._loading.wait)
 
     def load(self, order: Order) -> None:
         """Load what was chosen for a graph that has been tried."""
@@ -213,9 +228,8 @@ class Desk:
             remove_directories()
 
 
-@functools.cache
-def _watch_dynamo() -> None:
-    """Let the threads pause for traces; from the first graph on, whose own trace is at its end."""
+def watch_dynamo() -> None:
+    """Let the threads pause for traces, and be given a share of their time."""
     torch_internals.watch_dynamo(slices.trace_begins, slices.trace_ends)
 
 

@@ -134,13 +134,16 @@ class Life:
         """Answer the first call. Work beside it begins after that: Dynamo is still at its guards
         when it has called its backend."""
         try:
-            return self._watching.first_call(*args)
+            results = self._watching.first_call(*args)
         finally:
             with self._compiling:
                 begins, self._has_begun = not self._has_begun, True
                 if begins:  # else another thread's call was quicker
                     self._route.put(self._watch)
                     desk().submit(self)
+        if begins:
+            desk().pay_for_trace()
+        return results
 
     def _watch(self, *args: Any) -> Any:
         """Answer a call by Dynamo's graph. What is called holds the life, as the desk doesn't."""

@@ -8,7 +8,11 @@ at each call of a function in them, whether they should let go:
   since they may hold a lock that it waits for.
 * A loop that makes one call after the other would leave them nothing. So a call that ends waits
   for them, as long as a share of what calls took since it last did. Where it waited for longer, as
-  for an engine's code that holds the lock throughout, the next ones owe so much less.
+  for an engine's code that holds the lock throughout, the next ones owe so much less. Nothing is
+  owed to work that doesn't pause: kernels, and engines that make their sessions, run without the
+  lock, on another core.
+* The first call of a graph waits a share of what Dynamo's trace took, which is seconds: what an
+  earlier process chose is loaded then, or most of it is.
 * Between calls they work in bursts, with rests in which another thread gets the lock at once.
 
 The profile function costs these threads as much CPU time as their work, most of it what Python does
@@ -23,7 +27,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -34,7 +38,9 @@ BURST_S, REST_S = 0.0003, 0.0002
 PAUSE_S, LITTLE_S = 0.1, 0.002
 #: The share of calls' time that is given to the work after them; the least that is given, and the
 #: most for short calls.
-SHARE, LEAST_S, MOST_S = 0.3, 0.001, 0.015
+SHARE, LEAST_S, MOST_S = 0.2, 0.001, 0.015
+#: The share of traces' time that is given to it after them.
+TRACE_SHARE = 0.12
 #: How much of what calls have waited for too long is made up for, at most.
 DEBT_S = 0.1
 
@@ -52,7 +58,12 @@ class Slices:
         self._lock = threading.Lock()
         self._calls = 0
         self._workers = 0
+        #: How many of the workers have paused.
+        self._waiting = 0
         self._owed_s = 0.0
+        #: When the trace began that is under way, and what the last one took.
+        self._trace_began: float | None = None
+        self._traced_s = 0.0
         #: No call is under way, or the work has a slice of its own.
         self._open = threading.Event()
         self._open.set()
@@ -69,16 +80,31 @@ class Slices:
                 self._open.clear()
         return _clock()
 
-    def trace_begins(self) -> None:
+    def trace_begins(self, _: object = None) -> None:
         """Dynamo traces, which is Python work of the user's thread and no shorter than a call."""
-        self.enter()
+        self._trace_began = self.enter()
 
-    def trace_ends(self) -> None:
-        """A trace is over; nothing is owed for it."""
+    def trace_ends(self, _: object = None) -> None:
+        """A trace is over; what is owed for it, the call after it pays."""
         with self._lock:
+            began, self._trace_began = self._trace_began, None
+            if began is None:  # it wasn't seen: torch was reset, or this is a forked child
+                return
+            self._traced_s = _clock() - began
             self._calls = max(self._calls - 1, 0)
             if not self._calls:
                 self._open.set()
+
+    def pay_for_trace(self, wait: Callable[[float], object]) -> None:
+        """The call has its answer for which Dynamo traced; it waits for a slice of the work.
+
+        :param wait: returns once there is no work, or after so many seconds.
+        """
+        with self._lock:
+            slice_s, self._traced_s = TRACE_SHARE * self._traced_s, 0.0
+            self._until = _clock() + slice_s
+            self._open.set()
+        wait(slice_s)
 
     def leave(self, began: float) -> None:
         """A call ends; it waits for a slice of the work that is owed."""
@@ -90,9 +116,9 @@ class Slices:
                 self._open.set()
             if not self._workers:
                 return
-            self._owed_s += SHARE * took
-            slice_s = min(self._owed_s, max(SHARE * took, MOST_S))
-            if slice_s < LEAST_S:
+            owed_s = self._owed_s + SHARE * took
+            slice_s = self._owed_s = min(owed_s, max(SHARE * took, MOST_S))
+            if not self._waiting or slice_s < LEAST_S:
                 return
             self._until = ended + slice_s
             self._open.set()
@@ -124,12 +150,16 @@ class Slices:
             self._pause()
 
     def _pause(self) -> None:
+        with self._lock:
+            self._waiting += 1
         if self._calls:
             self._open.wait(PAUSE_S)
             burst = LITTLE_S if self._calls else BURST_S
         else:
             time.sleep(REST_S)
             burst = BURST_S
+        with self._lock:
+            self._waiting -= 1
         # A call that begins in between sets it to 0 once more; at worst it meets one burst.
         self._until = max(self._until, _clock() + burst)
 
