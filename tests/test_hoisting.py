@@ -41,27 +41,6 @@ def test_what_is_small_is_not_hoisted():
     assert hoisted() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
-@pytest.mark.whole
-def test_a_weight_of_8_bits_stays_narrow(dtype):
-    """It isn't kept as floats, which are four times as large, beside it; wider ones are."""
-
-    class Narrow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("held", (100 * rnd(128, 130)).abs().clamp(0, 127).to(dtype))
-            self.scale = nn.Parameter(rnd(128, 1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, self.held.to(torch.float32) * self.scale)
-
-    model, x = Narrow(), rnd(3, 130)
-    fn = compiled(model)
-    with torch.no_grad():
-        assert_same(fn(x), model(x))
-    assert hoisted() == (dtype == torch.int16)
-
-
 def test_training_graphs_are_not_hoisted(hoisting):
     """Gradients flow to the weights themselves."""
     kind, backend = hoisting
@@ -203,6 +182,63 @@ def test_a_backend_that_returns_a_prepared_tensor():
 
 
 # --- all kinds of weights ------------------------------------------------------------------------
+
+
+class Quantised(nn.Module):
+    """A weight of integers; ``unpack`` makes numbers of them."""
+
+    def __init__(self, stored, unpack, shape=(160, 160)):
+        super().__init__()
+        self.register_buffer("stored", stored)
+        self.unpack, self.shape = unpack, shape
+
+    def forward(self, x):
+        weight = (self.unpack(self.stored).to(x.dtype) - 3) * 0.5
+        return nn.functional.linear(x, weight.view(self.shape))
+
+
+BYTES = torch.randint(0, 128, (160, 160), generator=torch.Generator().manual_seed(0))
+QUANTISED = {
+    "int8": (BYTES.to(torch.int8), lambda stored: stored),
+    "uint8": (BYTES.to(torch.uint8), lambda stored: stored),
+    "int16": (BYTES.to(torch.int16), lambda stored: stored),
+    "float8": ((BYTES / 8).to(torch.float8_e4m3fn), lambda stored: stored),
+    "int4": (
+        BYTES[:, :80].to(torch.uint8),
+        lambda stored: torch.stack([stored & 15, stored >> 4], -1),
+    ),
+    "int32": (
+        BYTES[:, :20].to(torch.int32),
+        lambda stored: (stored[..., None] >> torch.arange(0, 32, 4)) & 15,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.whole
+def test_a_quantised_weight_is_not_kept_as_floats(name):
+    """Nor unpacked: what calls would read then is larger than what is stored."""
+    model = Quantised(*QUANTISED[name])
+    fn = compiled(model)
+    check(model, fn, rnd(3, 160))
+    assert hoisted() == 0
+
+
+def test_a_quantised_table_that_is_looked_up_is_kept_as_floats():
+    """Calls read some rows of it, and would compute all."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", BYTES.to(torch.int8))
+
+        def forward(self, x):
+            return nn.functional.embedding(x, self.table.float() * 0.5)
+
+    model = Table()
+    fn = compiled(model)
+    check(model, fn, torch.tensor([3, 7]))
+    assert hoisted() == 1
 
 
 def test_inference_tensors_as_weights(hoisting):

@@ -3,8 +3,8 @@
 The region is split into a *prepare* graph (static inputs → prepared values) and the graph that
 runs in every call and takes the prepared values as further inputs. Weights stay inputs.
 
-A weight that is kept in 8 bits or fewer stays narrow: what it is as wider numbers would be four
-times its memory beside it, and each call would read that.
+A quantised weight stays quantised. As floats it would be kept a second time in four times the
+memory or more, and a product of few rows takes as long as its weight takes to be read.
 """
 
 from __future__ import annotations
@@ -12,18 +12,31 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fuseboard.ops.effects import drop_unread, order_keepers
-from fuseboard.ops.estimate import is_free, sizes
+from fuseboard.ops.estimate import is_attention, is_contraction, is_free, sizes, value_bytes
 from fuseboard.ops.views import view_chain
 from fuseboard.torch_api.copies import graph_module
 
 #: Elements that hoisting must save from being computed in each call. Below it, the check that
 #: the weights are still the same costs about what it saves.
 MIN_ELEMENTS = 16_384
+
+#: Besides pointwise ops, what makes each number of another one.
+_COPIES = frozenset(
+    {
+        *("aten::_to_copy", "aten::clone", "aten::cat", "aten::stack", "aten::_unsafe_view"),
+        "prims::convert_element_type",
+        *(
+            f"quantized_decomposed::dequantize_per_{kind}"
+            for kind in ("tensor", "channel", "channel_group")
+        ),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,7 @@ def hoist(
         if node in constant
         and node.op == "call_function"
         and node not in exposed
+        and not _unpacks(node)
         and not isinstance(node.meta.get("val"), list | tuple)
         and any(user not in constant for user in node.users)
         and _pays(node, constant, made_by_fusions)
@@ -88,18 +102,69 @@ def _constant_nodes(graph: GraphModule, static: set[Node]) -> set[Node]:
 
 
 def widens(node: Node) -> bool:
-    """Whether a node makes wider numbers of a large tensor whose elements take a byte or less."""
+    """Whether a node makes floats of a quantised weight that only products and convolutions read.
+
+    Quantised are large tensors of integers, whatever is packed in these, or of floats in 8 bits.
+    Tables that are looked up aren't read as a whole, and a mask is read by each layer.
+    """
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
         return False
-    elements = math.prod(sizes(value))
-    return elements >= MIN_ELEMENTS and any(
-        isinstance(read, torch.Tensor)
-        and read.itemsize == 1 < value.itemsize
-        and read.dtype != torch.bool
-        and math.prod(sizes(read)) * 4 >= elements
-        for read in (used.meta.get("val") for used in node.all_input_nodes)
+    if not _is_elementwise(node.target) or math.prod(sizes(value)) < MIN_ELEMENTS:
+        return False
+    read = [used.meta.get("val") for used in node.all_input_nodes]
+    return any(_is_stored(one, value) for one in read) and all(map(_multiplies, _readers(node)))
+
+
+def _is_stored(read: Any, value: torch.Tensor) -> bool:
+    """Whether ``value`` has a float for each quantised number in ``read``."""
+    if not isinstance(read, torch.Tensor) or sizes(read) != sizes(value):
+        return False
+    if read.dtype.is_floating_point:
+        return read.itemsize == 1 < value.itemsize
+    return read.dtype != torch.bool and not read.dtype.is_complex
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether a node reads a weight as a whole, once."""
+    return is_contraction(node) and not is_attention(node)
+
+
+def _readers(node: Node) -> set[Node]:
+    """What reads the elements of a value in the end: through views, copies and pointwise ops."""
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            passed = user.op == "call_function" and (is_free(user) or _is_elementwise(user.target))
+            (pending.append if passed else found.add)(user)
+    return found
+
+
+def _is_elementwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target._schema.name in _COPIES
     )
+
+
+def _unpacks(node: Node) -> bool:
+    """Whether a node makes integers of a quantised weight, in more bytes than it is stored in."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype.is_floating_point:
+        return False
+    if not node.users or not all(map(widens, node.users)):
+        return False
+    seen, pending = {node}, [node]
+    while pending:
+        new = [used for used in pending.pop().all_input_nodes if used not in seen]
+        seen.update(new)
+        pending.extend(new)
+    stored = sum(value_bytes(one.meta.get("val")) for one in seen if one.op == "placeholder")
+    return value_bytes(value) > stored
 
 
 def _reaches_output(graph: GraphModule) -> set[Node]:

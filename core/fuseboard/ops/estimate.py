@@ -88,10 +88,12 @@ def sizes(value: torch.Tensor) -> list[int]:
 def is_contraction(node: Node) -> bool:
     """Whether a node is a matrix product, a convolution or attention: a kernel of its own."""
     name = getattr(node.target, "_opname", "")
-    return name in _PRODUCTS or "convolution" in name or _is_attention(name)
+    return name in _PRODUCTS or "convolution" in name or is_attention(node)
 
 
-def _is_attention(name: str) -> bool:
+def is_attention(node: Node) -> bool:
+    """Whether a node is an attention, its backward included."""
+    name = getattr(node.target, "_opname", "")
     return "scaled_dot_product" in name or name in _ATTENTIONS
 
 
@@ -130,6 +132,6 @@ def _flops(node: Node) -> float:
         weight = shapes[2] if "backward" in name and len(shapes) > 2 else shapes[1]
         result = float(math.prod(shapes[0])) if "backward" in name else numel
         return passes * 2.0 * result * math.prod(weight[1:])
-    if _is_attention(name) and len(shapes) > 1:
+    if is_attention(node) and len(shapes) > 1:
         return 4.0 * math.prod(shapes[0]) * shapes[1][-2]
     return 0.0

@@ -19,6 +19,7 @@ from fuseboard_mkldnn._pointwise import post_op
 from fuseboard_mkldnn._quantised import is_quantised_product, weight_of
 from fuseboard_mkldnn._quantised_ops import rounds_or_widens
 from fuseboard_mkldnn._transposed import is_transposed
+from fuseboard_mkldnn._weight_only import find_weight_only
 
 #: ATen's own CPU kernels for these are as good as what a compiler would make of their parts.
 GOOD_KERNELS = frozenset(
@@ -29,6 +30,8 @@ GOOD_KERNELS = frozenset(
         aten.embedding.default,
         aten.max_pool2d_with_indices.default,
         aten.native_layer_norm.default,
+        aten._weight_int8pack_mm.default,
+        aten._weight_int4pack_mm_for_cpu.default,
     }
 )
 
@@ -42,12 +45,16 @@ def claim(graph: GraphModule, kind: str) -> list[fuseboard.Claim | fuseboard.Dec
         return [_decline(node, reason) for node in nodes]
     weights = _from_placeholders(graph)
     main = {node for node in nodes if _is_main(node, weights)}
+    weight_only = find_weight_only(graph)
+    main.update(one.product for one in weight_only)
     if not main:
         return [_decline(node, "nothing here for oneDNN") for node in nodes]
     native = main | _around(main) | {node for node in nodes if node.target in GOOD_KERNELS}
     if any(map(is_quantised_product, main)):
         native.update(filter(rounds_or_widens, nodes))
     native.update(node for found in layer_norms(graph) for node in found.nodes)
+    for one in weight_only:
+        native.update(one.nodes, one.weight.nodes)
     return fuseboard.claim_nodes(graph, why_not, native=native.__contains__)
 
 

@@ -102,6 +102,8 @@ EXPECTED_INT8 = {
         *("binary_attr", "alpha", "unary_attr", "unary_scalars", "unary_algorithm"),
     ),
 }
+#: The same for the product with an int8 weight, (N, K), that has a scale for each of the N.
+EXPECTED_WEIGHT_ONLY = {"aten::_weight_int8pack_mm": ("self", "mat2", "scales")}
 
 
 def overload(qualified: str) -> Any:
@@ -180,6 +182,14 @@ def int8_is_cut_off() -> bool:
 
 
 @cache
+def int8_product() -> Any:
+    """The operator of a product with an int8 weight; None as above."""
+    if any(_differs(name, names) for name, names in EXPECTED_WEIGHT_ONLY.items()):
+        return None
+    return overload("aten::_weight_int8pack_mm")
+
+
+@cache
 def bfloat16_supported() -> bool:
     """Whether oneDNN runs bfloat16 on this CPU natively (AVX-512 or better)."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -219,8 +229,9 @@ def precisions() -> tuple[Any, ...]:
 def fingerprint() -> str:
     """Changes with whatever the choice of kernels depends on."""
     capability = torch.backends.cpu.get_cpu_capability()
+    operators = (transposed_convolution(), lstm_layer(), int8_product())
     optional = (
-        *(has_mkl(), transposed_convolution() is not None, lstm_layer() is not None),
+        *(has_mkl(), *(one is not None for one in operators)),
         *(has_int8(), has_int8() and int8_is_cut_off()),
     )
     halves = f"bf16={bfloat16_supported()}, fp16={float16_supported()}"

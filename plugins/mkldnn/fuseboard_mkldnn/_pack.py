@@ -216,12 +216,12 @@ def candidates(
             if name in possible
         }
         exact = _ops.nn.linear(x[:COMPARED_ROWS].double(), weight.double())
-        allowed = max_error * _error(_product("plain", (), x, weight, None, other), exact)
+        allowed = max_error * error_of(_product("plain", (), x, weight, None, other), exact)
         precise = [
             name
             for name in products
             if name == "plain"
-            or _error(_product(name, (), x, weight, None, other), exact) <= allowed
+            or error_of(_product(name, (), x, weight, None, other), exact) <= allowed
         ]
     return {
         name: _with_steps(products[name], shape.steps[name == "onednn_fused" :], other)
@@ -229,7 +229,7 @@ def candidates(
     }
 
 
-def _error(product: Callable[[], torch.Tensor], exact: torch.Tensor) -> float:
+def error_of(product: Callable[[], torch.Tensor], exact: torch.Tensor) -> float:
     """The root of the mean squared distance of a product from its value in float64."""
     distance = product()[:COMPARED_ROWS].double() - exact
     return float(distance.square().mean().sqrt())
