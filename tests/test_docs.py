@@ -192,7 +192,7 @@ def test_the_tree_of_exceptions_is_the_modules():
     defined = {
         name: value.__base__.__name__
         for name, value in vars(errors).items()
-        if isinstance(value, type)
+        if isinstance(value, type) and value.__module__ == errors.__name__
     }
     assert drawn == defined
 

@@ -10,18 +10,15 @@ A further part of the report is a row in :data:`SECTIONS` and a template.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import linecache
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
@@ -29,7 +26,7 @@ from fuseboard.contracts import Trip
 from fuseboard.explanations.bars import chart
 from fuseboard.explanations.folding import Box, fold
 from fuseboard.module_names import readable
-from fuseboard.report import choices, words
+from fuseboard.report import choices, pages, words
 from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.report.elsewhere import elsewhere, foremost
 
@@ -46,8 +43,6 @@ SECTIONS = (
 
 #: In the order in which they run: each may use what the ones before it define.
 _SCRIPTS = ("dagre.min.js", "boxes.js", "details.js", "diagram.js", "page.js")
-#: So many backends have colours and patterns of their own; further ones share them.
-_STYLES = 8
 _STAGES = ("fuse", "partition", "lower", "profile")
 
 
@@ -70,7 +65,7 @@ def render_page(explanation: Explanation, title: str = "", profile: Profile | No
     from fuseboard.explanations.text import summary
 
     scripts = [_script(name) for name in _SCRIPTS]
-    style = Markup(_asset("page.css"))
+    style = Markup(pages.asset(__package__, "page.css"))
     text = (
         _templates()
         .get_template("page.html")
@@ -86,7 +81,10 @@ def render_page(explanation: Explanation, title: str = "", profile: Profile | No
             styles=_backend_styles(explanation.graphs),
             style=style,
             scripts=scripts,
-            hashes={"style": _hash(style), "scripts": [_hash(script) for script in scripts]},
+            hashes={
+                "style": pages.source_hash(style),
+                "scripts": [pages.source_hash(script) for script in scripts],
+            },
             data=htmlsafe_json_dumps(_data(explanation.graphs), separators=(",", ":")),
             nothing=words.NOTHING,
             profile=profile,
@@ -99,13 +97,7 @@ def render_page(explanation: Explanation, title: str = "", profile: Profile | No
 
 @cache
 def _templates() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("fuseboard.explanations", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = pages.templates(__package__)
     environment.filters.update(
         many=words.many,
         ops=words.ops,
@@ -128,22 +120,12 @@ def _templates() -> Environment:
 
 
 @cache
-def _asset(name: str) -> str:
-    return (files("fuseboard.explanations") / "assets" / name).read_text("utf-8")
-
-
-@cache
 def _script(name: str) -> Markup:
     """A script as it goes into the page; one that isn't ours with its licence."""
-    text = re.sub(r"^//# sourceMappingURL=.*\n?", "", _asset(name), flags=re.M)
+    text = re.sub(r"^//# sourceMappingURL=.*\n?", "", pages.asset(__package__, name), flags=re.M)
     if name == "dagre.min.js":
-        text = f"/*! @dagrejs/dagre\n{_asset('dagre.LICENSE.txt')}*/\n{text}"
+        text = f"/*! @dagrejs/dagre\n{pages.asset(__package__, 'dagre.LICENSE.txt')}*/\n{text}"
     return Markup(text)
-
-
-def _hash(text: str) -> str:
-    """The source expression that allows exactly this text, for a content security policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -192,7 +174,7 @@ def _short(region: str) -> str:
 def _stages(seconds: Mapping[str, float]) -> list[tuple[str, float, str]]:
     """Stage, seconds, and the CSS class of its part of the bar: the same one in each graph."""
     order = dict.fromkeys((*_STAGES, *seconds))
-    styles = {stage: f"stage{i % _STYLES}" for i, stage in enumerate(order)}
+    styles = {stage: f"stage{i % pages.STYLES}" for i, stage in enumerate(order)}
     return [(stage, s, styles[stage]) for stage, s in seconds.items()]
 
 
@@ -207,9 +189,7 @@ def _backend_styles(graphs: Sequence[GraphReport]) -> dict[str, str]:
     """The CSS class of each backend: by its place in the order of priority."""
     ordered = [name for graph in graphs for name in graph.backends]
     ordered += [node.backend for graph in graphs for node in graph.nodes]
-    names = [name for name in dict.fromkeys(ordered) if name not in ("eager", "board")]
-    styles = {name: f"backend{i % _STYLES}" for i, name in enumerate(names)}
-    return {**styles, "eager": "eager", "board": "board"}
+    return pages.backend_styles(ordered)
 
 
 # --- data -----------------------------------------------------------------------------------------

@@ -7,35 +7,25 @@ parsed as HTML. A content security policy forbids the page every request.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fuseboard.contracts import StackFrame
 from fuseboard.profile.observe.sampling_regions import short_file
+from fuseboard.report import pages
 
 if TYPE_CHECKING:
     from fuseboard.profile.observe.sampling_result import SampledProfile
 
 #: How many functions the table lists.
 _LISTED = 40
-#: So many backends have colours of their own; further ones share them.
-_STYLES = 8
-#: What isn't a backend's, and eager: styles of their own.
-_OWN_STYLES = {
-    "eager": "eager",
-    "board": "board",
-    **dict.fromkeys(("trials", "any", "unknown"), "mixed"),
-}
+#: Places of several backends, or of none that is known.
+_MIXED = dict.fromkeys(("trials", "any", "unknown"), "mixed")
 
 
 @dataclass
@@ -59,11 +49,13 @@ class FunctionRow:
 
 def render_flame_graph(profile: SampledProfile) -> str:
     """The page as text; write it as UTF-8."""
-    style = Markup(_asset("fuseboard.explanations", "page.css") + _asset(__package__, "flame.css"))
-    script = Markup(_asset(__package__, "flame.js"))
+    style = Markup(
+        pages.asset("fuseboard.explanations", "page.css") + pages.asset(__package__, "flame.css")
+    )
+    script = Markup(pages.asset(__package__, "flame.js"))
     styles = _backend_styles(profile)
     return (
-        _templates()
+        pages.templates(__package__)
         .get_template("flame.html")
         .render(
             profile=profile,
@@ -72,31 +64,10 @@ def render_flame_graph(profile: SampledProfile) -> str:
             styles=styles,
             style=style,
             script=script,
-            hashes={"style": _hash(style), "script": _hash(script)},
+            hashes={"style": pages.source_hash(style), "script": pages.source_hash(script)},
             data=htmlsafe_json_dumps(_data(profile, styles), separators=(",", ":")),
         )
     )
-
-
-@cache
-def _templates() -> Environment:
-    return Environment(
-        loader=PackageLoader(__package__, "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-@cache
-def _asset(package: str, name: str) -> str:
-    return (files(package) / "assets" / name).read_text("utf-8")
-
-
-def _hash(text: str) -> str:
-    """The source expression that allows exactly this text, for a content security policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 # --- what is drawn --------------------------------------------------------------------------------
@@ -112,8 +83,8 @@ def _function(profile: SampledProfile, frame: StackFrame) -> str:
 
 def _backend_styles(profile: SampledProfile) -> dict[str, str]:
     """Backend → its CSS class, as in the page of an explanation."""
-    backends = sorted({place.backend for place in profile.regions.values()} - _OWN_STYLES.keys())
-    return {name: f"backend{i % _STYLES}" for i, name in enumerate(backends)} | _OWN_STYLES
+    backends = {place.backend for place in profile.regions.values()} - _MIXED.keys()
+    return pages.backend_styles(sorted(backends)) | _MIXED
 
 
 def _style(profile: SampledProfile, frame: StackFrame, styles: dict[str, str]) -> str:
