@@ -18,14 +18,14 @@ def view_chain(node: Node) -> Iterable[Node]:
         base = node.args[0] if node.args else None
         if not isinstance(base, Node):
             return
-        if node.target is operator.getitem and not is_view_list(base):
+        if node.target is operator.getitem and not is_view_op(base):
             return
         node = base
         yield node
 
 
-def is_view_list(node: Node) -> bool:
-    """Whether a node's results are a list of views (``split``, ``unbind``, ``chunk``)."""
+def is_view_op(node: Node) -> bool:
+    """Whether a node's op returns a view, or a list of views (``split``, ``unbind``, ``chunk``)."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
 
 

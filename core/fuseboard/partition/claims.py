@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,11 @@ _REFUSED = "fuseboard_refused"
 #: In the ``meta`` of a refused node of which regions that read it hold a copy: what the backend
 #: says against such a copy; "" until it is asked, and if it says nothing.
 _AGAINST_COPY = "fuseboard_against_copy"
+
+
+def claimed_names(answers: Iterable[Claim | Decline]) -> frozenset[str]:
+    """The names of the nodes that a backend claims."""
+    return frozenset().union(*(claim.nodes for claim in answers if isinstance(claim, Claim)))
 
 
 def mark_refused(

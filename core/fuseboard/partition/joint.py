@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fuseboard.contracts import JointPolicy, Knapsack
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.draws import draws, hides_draws
+from fuseboard.ops.views import is_view_op
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.partition.replay import settle_replays, worth_replaying
 from fuseboard.torch_api import internals as torch_internals
@@ -177,7 +178,7 @@ def _keep_what_cannot_repeat(joint: GraphModule, forward: Iterable[Node]) -> Non
     """
     stale = overwritten_inputs(joint)  # such as statistics of a batch norm
     for node in forward:
-        if _is_view(node) and node.args[0] in stale:
+        if is_view_op(node) and node.args[0] in stale:
             stale.add(node)
             continue
         lost = hides_draws(node, joint) or not stale.isdisjoint(node.all_input_nodes)
@@ -251,13 +252,9 @@ def _bases(node: Node) -> Iterator[Node]:
     """
     while node.op == "call_function":
         yield node
-        if node.target is not operator.getitem and not _is_view(node):
+        if node.target is not operator.getitem and not is_view_op(node):
             return
         node = node.all_input_nodes[0]
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
 
 
 def _untagged(node: Node) -> bool:

@@ -17,7 +17,7 @@ import operator
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.board import Session
 from fuseboard.contracts import Claim, Decline
 from fuseboard.errors import SettingsError
+from fuseboard.partition.claims import claimed_names
 from fuseboard.partition.marks import PREFER, mark_of
 from fuseboard.partition.paths import ModulePaths, op_names, paths_in
 from fuseboard.torch_api import internals as torch_internals
@@ -272,7 +273,7 @@ class GraphPins:
 
     def resolve(self, claims: Answers) -> Wishes:
         """Which nodes go where, as far as the claims allow it."""
-        taken = {name: _claimed(answers) for name, answers in claims.items()}
+        taken = {name: claimed_names(answers) for name, answers in claims.items()}
         pins = {
             node.name: wish.backend
             for node, wish in self._wishes.items()
@@ -323,10 +324,6 @@ def _source_of(node: Node) -> Node:
     while node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
-
-
-def _claimed(answers: Iterable[Claim | Decline]) -> set[str]:
-    return {name for claim in answers if isinstance(claim, Claim) for name in claim.nodes}
 
 
 def _complete(pins: dict[str, str], claims: Answers) -> dict[str, str]:

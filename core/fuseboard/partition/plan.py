@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.estimate import estimates_us
+from fuseboard.partition.claims import claimed_names
 from fuseboard.partition.repeats import repeated_regions
 from fuseboard.partition.stages import contraction_cycle, stage_nodes
 from fuseboard.partition.views import pull_views
@@ -44,7 +45,7 @@ def make_plan(
     measures them.
     """
     order = [info.name for info in backends]
-    everything = _claimed(claims[order[-1]])
+    everything = claimed_names(claims[order[-1]])
     nodes = [node for node in graph.graph.nodes if node.name in everything]
     work = {node.name: us for node, us in estimates_us(nodes).items()}
     names = [node.name for node in nodes]
@@ -183,10 +184,6 @@ def split_claims(
             if len({places[name] for name in names}) > 1:
                 found[tuple(sorted(names, key=position.__getitem__))] = None
     return tuple(found)
-
-
-def _claimed(answers: Sequence[Claim | Decline]) -> set[str]:
-    return set().union(*(claim.nodes for claim in answers if isinstance(claim, Claim)))
 
 
 def _native(answers: Sequence[Claim | Decline]) -> set[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Node
 
 from fuseboard.contracts import Claim, Decline
 from fuseboard.ops.estimate import is_view
+from fuseboard.partition.claims import claimed_names
 
 
 def pull_views(
@@ -24,7 +25,7 @@ def pull_views(
 
     :param fixed: nodes that stay, since they are pinned.
     """
-    claimed = {backend: _claimed(answers) for backend, answers in claims.items()}
+    claimed = {backend: claimed_names(answers) for backend, answers in claims.items()}
     together = {
         name
         for answers in claims.values()
@@ -49,7 +50,3 @@ def pull_views(
         if able and placements[node.name] not in able:
             placements[node.name] = able.most_common(1)[0][0]
     return placements
-
-
-def _claimed(answers: Iterable[Claim | Decline]) -> set[str]:
-    return set().union(*(claim.nodes for claim in answers if isinstance(claim, Claim)))

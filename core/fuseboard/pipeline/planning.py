@@ -15,14 +15,14 @@ from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.ops.effects import has_effects
-from fuseboard.partition.claims import arbitrate, mark_refused, readers_of_unfit
+from fuseboard.partition.claims import arbitrate, claimed_names, mark_refused, readers_of_unfit
 from fuseboard.partition.inner_plans import InnerPlan, InnerPlans, regions_with
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
 from fuseboard.partition.support import Support
 from fuseboard.pipeline.inner_planning import InnerPlanner, with_inner
-from fuseboard.pipeline.staged_graph import Claims, StagedGraph, claimed_names, placeable_nodes
+from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placeable_nodes
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.report.data import GraphReport

@@ -107,10 +107,6 @@ def placeable_nodes(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:
     return [n for n in graph.graph.nodes if n.op == "call_function" and n not in kept]
 
 
-def claimed_names(answers: Sequence[Claim | Decline]) -> frozenset[str]:
-    return frozenset(n for claim in answers if isinstance(claim, Claim) for n in claim.nodes)
-
-
 def describe_nodes(staged: StagedGraph, plan: Plan, sites: Sequence[Site]) -> None:
     """Tell in the report where each op runs, and why."""
     report, kept = staged.report, staged.board_nodes

@@ -28,6 +28,7 @@ from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.board_nodes import board_nodes
+from fuseboard.partition.claims import claimed_names
 from fuseboard.partition.garbage import collection_paused
 from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
@@ -41,7 +42,6 @@ from fuseboard.pipeline.staged_graph import (
     CutPlan,
     Record,
     StagedGraph,
-    claimed_names,
     describe_nodes,
     dynamo_site,
     placeable_nodes,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuseboard_triton._math import INTERPRETING
+from fuseboard_triton.kernels._launching import power_of_two
 
 #: Reduced places that one tile may hold: rows side by side in memory, and columns.
 PERSISTENT_ROWS, PERSISTENT_COLUMNS = 8192, 128
@@ -83,11 +84,6 @@ def _interpreted(outer: int, reduced: int | None, columns: bool) -> Config:
     persistent = reduced <= (PERSISTENT_COLUMNS if columns else PERSISTENT_ROWS)
     block = power_of_two(reduced) if persistent else 32
     return Config(persistent, min(power_of_two(outer), 32 if columns else 8), block, 4)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest that isn't less."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def fastest(candidates: list[Config], run: Callable[[Config], Any]) -> Config:

@@ -72,7 +72,7 @@ class Evaluation(Protocol):
     def input(self, node: Node, value: Any) -> Any:
         """An input or a constant."""
 
-    def call(self, node: Node, values: Mapping[Node, Any], owner: GraphModule) -> Any:
+    def call(self, node: Node, values: Mapping[Node, Any]) -> Any:
         """The value of a node that computes."""
 
     def result(self, node: Node, values: Mapping[Node, Any]) -> Any:
@@ -93,7 +93,7 @@ def run(graph: GraphModule, inputs: Sequence[Any], evaluation: Evaluation) -> li
         elif node.op == "get_attr":
             values[node] = evaluation.input(node, operator.attrgetter(str(node.target))(graph))
         elif node.op == "call_function":
-            values[node] = evaluation.call(node, values, graph)
+            values[node] = evaluation.call(node, values)
         for used in unused.get(node, ()):
             del values[used]
     return [
@@ -178,7 +178,7 @@ class Eager:
         self.forms[node] = form_of(value)
         return value
 
-    def call(self, node: Node, values: Mapping[Node, Any], owner: GraphModule) -> Any:
+    def call(self, node: Node, values: Mapping[Node, Any]) -> Any:
         target: Any = node.target
         args, kwargs = arguments_of(node, values.__getitem__)
         graphs, operands = inner_graphs(target, args)
@@ -280,7 +280,7 @@ class Lifted:
     def result(self, node: Node, values: Mapping[Node, Any]) -> Any:
         return _lifted(values[node])
 
-    def call(self, node: Node, values: Mapping[Node, Any], owner: GraphModule) -> Any:
+    def call(self, node: Node, values: Mapping[Node, Any]) -> Any:
         for used in node.all_input_nodes:
             if isinstance(values[used], Missing):
                 return values[used]
