@@ -165,7 +165,7 @@ def test_gradients_of_a_subclass(way):
 
 @every_way
 def test_parameters_of_a_subclass(way):
-    """Of a module."""
+    """They are compiled as any other: ops on them give plain tensors."""
 
     class Module(torch.nn.Module):
         def __init__(self):
@@ -177,6 +177,14 @@ def test_parameters_of_a_subclass(way):
 
     module = Module()
     assert_as_eager(module, way, lambda: (rnd(3, 3),))
+    with torch.no_grad():
+        assert_as_eager(module, way, lambda: (rnd(3, 3),))
+        module.weight.add_(1)
+        assert_as_eager(module, way, lambda: (rnd(3, 3),))
+    compiled(module, way)(rnd(3, 3)).sum().backward()
+    torch.testing.assert_close(module.weight.grad, rnd(3, 3).sum(0)[:, None].expand(3, 3))
+    assert type(module.weight) is Weight
+    assert not all_trips()
 
 
 # --- modes around checkpoints ---------------------------------------------------------------------

@@ -462,9 +462,24 @@ def test_pointwise_work_is_not_native():
     (region,) = last_graph().regions
     assert region.backend == "onnxruntime"
     captured = torch.fx.experimental.proxy_tensor.make_fx(f, tracing_mode="fake")(rnd(8, 8))
-    (claim,) = plugin.fuseboard_claim(captured)
+    (claim,) = plugin.fuseboard_claim(captured, "inference")
     assert len(claim.nodes) == 4
     assert not claim.native
+
+
+def test_tanh_is_left_to_eager_where_gradients_magnify_its_error():
+    """1 - y * y of a y that is 4 units in the last place off; inference takes it."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(approximate="tanh"))
+    training = through(net)
+    training(rnd(2, 8)).sum().backward()
+    graphs = last_graph("forward"), last_graph("backward")
+    placed = {(n.op, n.backend) for graph in graphs for n in graph.nodes if "tanh" in n.op}
+    assert placed
+    assert ("aten.tanh.default", "onnxruntime") not in placed
+    assert share("forward") > 0.5
+    with torch.no_grad():
+        through(net)(rnd(2, 8))
+    assert share() == 1
 
 
 # --- options, packages ----------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def refusals(graph: Any, nodes: Sequence[Any], sizes: set[str]) -> str:
             if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
                 if one.dtype not in DTYPES:
                     return f"dtype {one.dtype}"
-    for answer in plugin.fuseboard_claim(graph):
+    for answer in plugin.fuseboard_claim(graph, "inference"):
         if isinstance(answer, fuseboard.Decline) and answer.node not in sizes:
             assert answer.reason
             return answer.reason

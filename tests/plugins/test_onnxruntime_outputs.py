@@ -46,7 +46,7 @@ def lowered(graph, inputs):
 
 def reasons(function, *inputs):
     graph = make_fx(function, tracing_mode="fake")(*inputs)
-    answers = plugin.fuseboard_claim(graph)
+    answers = plugin.fuseboard_claim(graph, "inference")
     return [one.reason for one in answers if isinstance(one, fuseboard.Decline)]
 
 

@@ -33,6 +33,7 @@ from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.nodes import graphs_in
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
+from fuseboard.torch_api.tensor_classes import is_plain
 
 Run = Callable[..., Any]
 #: By the name of a result.
@@ -223,7 +224,7 @@ class CaptureCheck:
         if any(isinstance(value, list | tuple | dict) for value in values):
             raise CannotCompare("an input is a collection, which it may change")
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
+        if not all(map(is_plain, tensors)):
             raise CannotCompare("an input is a tensor subclass")
         if any(value.layout != torch.strided for value in tensors):
             raise CannotCompare("an input has no strides")

@@ -25,12 +25,9 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from fuseboard.torch_api.nodes import graphs_in
+from fuseboard.torch_api.tensor_classes import is_plain
 
 _ENTER, _EXIT = "_enter_inference_mode", "_exit_inference_mode"
-
-#: Types that a mode of AOTAutograd's knows.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
@@ -73,7 +70,7 @@ def why_unfit(graph: GraphModule, inputs: Sequence[Any]) -> str:
     :param inputs: real ones.
     """
     for value in inputs:
-        if isinstance(value, torch.Tensor) and _is_named_alone(type(value)):
+        if isinstance(value, torch.Tensor) and _is_named_alone(value):
             return f"an input is of {type(value).__name__}, a subclass of Tensor in name alone"
     if may_save_inference_tensors(inputs):
         return "an input was made in inference mode, and can't be saved for a backward"
@@ -96,8 +93,9 @@ def may_save_inference_tensors(inputs: Sequence[Any]) -> bool:
     return training and any(value.is_inference() for value in tensors)
 
 
-def _is_named_alone(kind: type) -> bool:
-    if kind in _PLAIN or hasattr(kind, "__tensor_flatten__"):
+def _is_named_alone(value: torch.Tensor) -> bool:
+    kind = type(value)
+    if is_plain(value) or hasattr(kind, "__tensor_flatten__"):
         return False
     return getattr(kind, "__torch_dispatch__", None) == torch.Tensor.__torch_dispatch__
 

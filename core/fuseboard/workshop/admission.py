@@ -14,6 +14,7 @@ from fuseboard.capture.unfit_graphs import may_save_inference_tensors
 from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.torch_api.symbols import in_the_example, symbolic_numbers, why_unknown
+from fuseboard.torch_api.tensor_classes import is_plain
 from fuseboard.workshop.process import scratch_cache
 
 
@@ -85,7 +86,7 @@ def why_not_kept(value: Any) -> str:
     """Why an input can't be kept for work on it later; "" if it can."""
     if type(value) is int:  # a size
         return ""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if not is_plain(value):
         return f"an input is of type {type(value).__name__}"
     if value.device.type != "cpu":
         return f"an input is on {value.device}"

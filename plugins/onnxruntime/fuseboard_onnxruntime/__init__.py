@@ -35,11 +35,11 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
 
 
 @fuseboard.hookimpl
-def fuseboard_claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
+def fuseboard_claim(graph: GraphModule, kind: str) -> list[fuseboard.Claim | fuseboard.Decline]:
     """What is in the op table."""
     from fuseboard_onnxruntime._claim import claim
 
-    return claim(graph)
+    return claim(graph, kind)
 
 
 @fuseboard.hookimpl

@@ -49,7 +49,7 @@ def export(
 def _check_ops(graph: GraphModule) -> None:
     from fuseboard_onnxruntime._claim import claim
 
-    for answer in claim(graph):
+    for answer in claim(graph, "inference"):
         if isinstance(answer, fuseboard.Decline):
             node = next(node for node in graph.graph.nodes if node.name == answer.node)
             raise fuseboard.LoweringError(f"{node.target} can't be exported: {answer.reason}")

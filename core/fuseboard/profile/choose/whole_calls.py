@@ -45,6 +45,7 @@ from fuseboard.run.runner import Runner
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.allocator import peak_bytes
+from fuseboard.torch_api.tensor_classes import is_plain
 
 log = logging.getLogger("fuseboard")
 
@@ -227,7 +228,7 @@ class WholeCalls:
         if any(isinstance(value, list | tuple | dict) for value in args):
             return "an input is a list"  # compiled autograd's; a call empties it
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        if any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in tensors):
+        if not all(map(is_plain, tensors)):
             return "an input is a tensor subclass"
         if self._training and any(value.is_inference() for value in tensors):
             return "an input was made in inference mode"

@@ -30,6 +30,7 @@ from fuseboard.errors import NotEnoughMemory
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.relaid import view_like
+from fuseboard.torch_api.tensor_classes import is_plain
 
 #: Of the free memory, what copies for one call may take, and those that are kept for several.
 SHARE, KEPT_SHARE = 0.5, 0.25
@@ -42,7 +43,6 @@ _ALIGNMENT = 64
 #: two lie on different devices.
 _BLOCK, _CHUNK = 1024, 16 * 2**20
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _CPU = torch.device("cpu")
 
 
@@ -313,7 +313,7 @@ def _copied(
     storage = block[shift : shift + needed]
     own = _flat(storage[first:]).copy_(memory)
     copy = view_like(original, storage, offset)
-    if type(original) not in _TENSORS:
+    if not is_plain(original):
         copy = copy.as_subclass(type(original))
     return copy.requires_grad_(original.requires_grad), own
 

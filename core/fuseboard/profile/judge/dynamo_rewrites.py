@@ -30,6 +30,7 @@ from fuseboard.profile.judge.rewrites import (
 from fuseboard.profile.judge.verify import misplaced
 from fuseboard.torch_api.dynamo_graphs import fake_results
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
+from fuseboard.torch_api.tensor_classes import is_plain
 
 
 def judge_dynamo_rewrites(
@@ -46,8 +47,7 @@ def judge_dynamo_rewrites(
     if change is None:
         return Verdict(True)
     values = [None if why_unknown(value) else in_the_example(value) for value in inputs]
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    if any(isinstance(value, torch.Tensor) and type(value) not in kinds for value in values):
+    if not all(map(is_plain, (value for value in values if isinstance(value, torch.Tensor)))):
         return "an input is a tensor of a class of its own"
     if problem := _other_forms(before, after, values):
         return Verdict(False, problem)

@@ -30,6 +30,7 @@ from fuseboard.profile.judge.values import judge
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api.copies import graph_module, part_of_graph
 from fuseboard.torch_api.symbols import in_the_example, why_unknown
+from fuseboard.torch_api.tensor_classes import is_plain
 
 #: What takes memory, in a message.
 LEADING = "running what comes before them"
@@ -206,7 +207,7 @@ def _stands_for(value: Any, known: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return isinstance(value, int | float) and not isinstance(known, torch.Tensor)
     return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
+        is_plain(value)
         and isinstance(known, torch.Tensor)
         and value.dtype == known.dtype
         and list(value.shape) == [in_the_example(size) for size in known.shape]
