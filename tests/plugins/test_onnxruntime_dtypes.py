@@ -142,7 +142,9 @@ def test_what_is_claimed_is_right_in_each_dtype(group):
 
 
 def test_each_op_of_the_table_is_called():
-    assert {op for op in table() if isinstance(op, torch._ops.OpOverload)} == set(calls())
+    ops = {op for op in table() if isinstance(op, torch._ops.OpOverload)}
+    # test_onnxruntime_int8.py calls PT2E's
+    assert {op for op in ops if op.namespace != "quantized_decomposed"} == set(calls())
 
 
 NUMBER = cases.ints(5, 7, low=-(2**62), high=2**62)

@@ -24,7 +24,7 @@ from tests.support.values import strides
 pytest.importorskip("onnxruntime", reason="needs the extra onnxruntime")
 
 import fuseboard_onnxruntime as plugin
-from fuseboard_onnxruntime._ops import TABLE, table
+from fuseboard_onnxruntime._ops import QUANTISED, TABLE, table
 
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
 DTYPES = plugin.fuseboard_backend().dtypes
@@ -220,7 +220,9 @@ def test_every_op_of_the_table_is_proven():
         if isinstance(result, Result) and not result.declined
         for op in result.ops
     }
-    assert {str(op) for op in table()} - {str(op) for op in proven} == set()
+    # PT2E's are held against float64 in test_onnxruntime_int8.py: these have no float64 kernels.
+    unproven = {str(op) for op in table()} - {str(op) for op in proven}
+    assert {name for name in unproven if not name.startswith("quantized_decomposed.")} == set()
 
 
 def test_the_readme_lists_the_table():
@@ -230,7 +232,7 @@ def test_the_readme_lists_the_table():
             ", ".join(f"`{name}`" for name in names.split()),
             (condition.__doc__ or "").splitlines()[0].rstrip(".") if condition else "",
         )
-        for names, condition in TABLE
+        for names, condition in (*TABLE, *QUANTISED)
     ]
     readme = Path(plugin.__file__).parents[1] / "README.md"
     lines = readme.read_text("utf-8").splitlines()

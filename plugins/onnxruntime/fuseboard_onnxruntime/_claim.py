@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fuseboard
+from fuseboard_onnxruntime import _quantised
 from fuseboard_onnxruntime._forms import why_not_claimed
 from fuseboard_onnxruntime._simplify import composites
 
@@ -98,7 +99,7 @@ def _around(node: Node) -> set[Node]:
         if _is_view(user.target):
             found.add(user)
             pending.extend(user.users)
-        elif user.target in _FUSED:
+        elif user.target in _FUSED or user.target in _quantised.ops():
             found.add(user)
     return found
 

@@ -449,3 +449,23 @@ def zero_dims(node: Node) -> str | None:
     if value is None or result is None or not known_true(value.numel() > 0):
         return "padding of nothing"
     return None
+
+
+def known_grid(node: Node) -> str | None:
+    """Between float32 and uint8 or int8, one scale and one zero point that are numbers."""
+    made, held = tensor(node), tensor(node.args[0])
+    if made is None or held is None or {made.dtype, held.dtype} - _GRID != {torch.float32}:
+        return "quantised to another dtype than uint8 or int8, of another than float32"
+    return None
+
+
+def known_channels(node: Node) -> str | None:
+    """int8 to float32, a scale and a zero point for each channel."""
+    made, held, scales = tensor(node), tensor(node.args[0]), tensor(node.args[1])
+    dtypes = [None if one is None else one.dtype for one in (held, scales, made)]
+    if dtypes != [torch.int8, torch.float32, torch.float32]:
+        return "dequantised from another dtype than int8, or to another than float32"
+    return None if tensor(node.args[2]) is not None else "without zero points"
+
+
+_GRID = {torch.uint8, torch.int8}

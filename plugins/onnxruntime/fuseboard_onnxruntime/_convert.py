@@ -18,6 +18,7 @@ from fuseboard_onnxruntime._dtypes import TORCH_TYPES, onnx_type, promote
 from fuseboard_onnxruntime._forms import why_no_form
 from fuseboard_onnxruntime._layout import inverse, permutation
 from fuseboard_onnxruntime._model import Input, Model, Output
+from fuseboard_onnxruntime._quantised import integer_products
 from fuseboard_onnxruntime._simplify import first_results
 from fuseboard_onnxruntime._sizes import size_function
 from fuseboard_onnxruntime._translations import translations
@@ -40,7 +41,7 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     results = graph.graph.output_node().args[0]
     expected = [node.meta["val"] if isinstance(node, Node) else None for node in results]
     graph = GraphModule(graph, _nodes_of(graph))
-    notes = first_results(graph)
+    notes = (*first_results(graph), *integer_products(graph))
     graph = decompose(graph)
     plain, inputs = _row_major(graph, expected, permuted)
     promote(plain)

@@ -17,6 +17,7 @@ from torch.fx import Node
 import fuseboard
 from fuseboard_onnxruntime import _conditions as when
 from fuseboard_onnxruntime._dtypes import SMALL_INTEGERS, is_supported
+from fuseboard_onnxruntime._torch_internals import quantised_ops
 
 #: Names in ``torch.ops.aten``, and the condition under which they are taken.
 TABLE: tuple[tuple[str, when.Condition | None], ...] = (
@@ -108,6 +109,12 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
     ("mse_loss", when.mean_loss),
 )
 
+#: The same in ``torch.ops.quantized_decomposed``.
+QUANTISED: tuple[tuple[str, when.Condition | None], ...] = (
+    ("quantize_per_tensor dequantize_per_tensor", when.known_grid),
+    ("dequantize_per_channel", when.known_channels),
+)
+
 
 @cache
 def table() -> dict[Any, when.Condition | None]:
@@ -115,6 +122,9 @@ def table() -> dict[Any, when.Condition | None]:
     found: dict[Any, when.Condition | None] = {operator.getitem: None}
     for names, condition in TABLE:
         found.update(dict.fromkeys(overloads(torch.ops.aten, names), condition))
+    if (quantised := quantised_ops()) is not None:
+        for names, condition in QUANTISED:
+            found.update(dict.fromkeys(overloads(quantised, names), condition))
     return {**found, **dict.fromkeys(fuseboard.OWN_OPS, when.one_result)}
 
 
@@ -158,13 +168,17 @@ def _why_value(value: Any, target: Any) -> str | None:
             return f"layout {value.layout}"
         if not is_supported(value.dtype):
             return f"dtype {value.dtype} isn't proven"
-        if value.dtype in SMALL_INTEGERS and target not in _FOR_SMALL_INTEGERS:
+        if value.dtype in SMALL_INTEGERS and not _takes_small_integers(target):
             return f"dtype {value.dtype}: ONNX Runtime lacks many kernels for it"
         if when.has_unbacked_symbols(value):
             return "its size is known only from data"
     elif isinstance(value, torch.SymFloat | torch.SymBool | float | bool):
         return f"a {type(value).__name__} as a value"
     return None
+
+
+def _takes_small_integers(target: Any) -> bool:
+    return target in _FOR_SMALL_INTEGERS or target.namespace == "quantized_decomposed"
 
 
 _FOR_SMALL_INTEGERS = frozenset(

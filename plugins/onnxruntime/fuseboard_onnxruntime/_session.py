@@ -85,6 +85,10 @@ def _settings(options: Options) -> Any:
     settings.log_severity_level = 4
     spinning = "1" if options.allow_spinning else "0"
     settings.add_session_config_entry("session.intra_op.allow_spinning", spinning)
+    # Without VNNI, sums of two products of 8 bits would be cut off at 16; this way they aren't.
+    settings.add_session_config_entry("session.x64quantprecision", "1")
+    # Its own kernels between dequantise and quantise round a convolution's bias to integers.
+    settings.add_session_config_entry("session.disable_quant_qdq", "1")
     # What spins after a call takes time from what torch runs next.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     return settings

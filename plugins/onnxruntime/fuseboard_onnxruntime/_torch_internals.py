@@ -204,6 +204,19 @@ def expression(value: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
 
 
+# --- quantised graphs ----------------------------------------------------------------------------
+
+
+@cache
+def quantised_ops() -> Any:
+    """``torch.ops.quantized_decomposed``, which PT2E writes; None where torch hasn't got it."""
+    try:
+        import torch.ao.quantization.fx._decomposed
+    except ImportError:
+        return None
+    return torch.ops.quantized_decomposed
+
+
 # --- decompositions -------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fuseboard_onnxruntime import _quantised
 from fuseboard_onnxruntime import _simplify as _simplify  # defines an op
 from fuseboard_onnxruntime._size_arithmetic import size_arithmetic
 
@@ -157,6 +158,28 @@ def translations() -> dict[Any, Callable[..., Any]]:
         count = int(self.shape[dim])
         return [op.Gather(self, op.Constant(value_int=i), axis=dim) for i in range(count)]
 
+    def quantize(input, scale, zero_point, quant_min, quant_max, dtype):
+        zero = op.Cast(op.Constant(value_int=zero_point), to=dtype)
+        result = op.QuantizeLinear(input, op.Constant(value_float=scale), zero)
+        if (quant_min, quant_max) in ((0, 255), (-128, 127)):
+            return result
+        limits = (op.Constant(value_int=limit) for limit in (quant_min, quant_max))
+        return op.Clip(result, *(op.Cast(limit, to=dtype) for limit in limits))
+
+    def dequantize(input, scale, zero_point, quant_min, quant_max, dtype):
+        zero = op.Cast(op.Constant(value_int=zero_point), to=dtype)
+        return op.DequantizeLinear(input, op.Constant(value_float=scale), zero)
+
+    def dequantize_channels(input, scales, zero_points, axis, quant_min, quant_max, dtype):
+        return op.DequantizeLinear(input, scales, op.Cast(zero_points, to=dtype), axis=axis)
+
+    def integer_product(x, scale, zero_point, weight, scales, zero_points):
+        zero = op.Cast(op.Constant(value_int=zero_point), to=x.dtype)
+        zeros = op.Cast(zero_points, to=weight.dtype)
+        sums = op.MatMulInteger(x, op.Transpose(weight, perm=[1, 0]), zero, zeros)
+        factor = op.Mul(op.Constant(value_float=scale), scales)
+        return op.Mul(op.Cast(sums, to=1), factor)
+
     def sym_numel(self):
         return op.Size(self)
 
@@ -172,6 +195,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
         aten.scaled_dot_product_attention.default: attention,
         aten.layer_norm.default: layer_norm,
         torch.ops.fuseboard_onnxruntime.rms_norm.default: rms_norm,
+        torch.ops.fuseboard_onnxruntime.integer_product.default: integer_product,
+        **dict(zip(_quantised.ops(), (quantize, dequantize, dequantize_channels), strict=False)),
         aten.sign.default: sign,
         aten.clamp.default: clamp,
         aten.pow.Tensor_Scalar: power,
