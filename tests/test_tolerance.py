@@ -22,7 +22,7 @@ from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.torch_api import formats
 from tests.support import narrowing
 from tests.support.backends import observing, plugged, registered
-from tests.support.beside import life, lives
+from tests.support.beside import compare_all, life, lives
 from tests.support.eager_loses import MEASURE
 
 METRICS = "tests.support.narrowing"
@@ -578,3 +578,52 @@ def test_a_further_call_beyond_the_budget_leaves_dynamos_graph():
     (trip,) = report().trips
     assert "its error against float64" in trip.error
     assert lives()
+
+
+@pytest.mark.usefixtures("beside")
+def test_who_waits_has_further_calls_compared_within_them():
+    """There are no other inputs than the first call's by then."""
+    model = Sum().eval()
+    with torch.no_grad():
+        run = compiled(model, tolerance=1e-2)
+        run(benign())
+        assert fuseboard.wait(120)
+        assert not torch.equal(run(benign()), model(benign()))
+        assert torch.equal(run(cancelling()), model(cancelling()))
+        assert torch.equal(run(benign()), model(benign()))
+        (trip,) = report().trips
+        assert "its error against float64" in trip.error
+        torch._dynamo.reset()
+        again = compiled(model, tolerance=1e-2)  # as in a later process
+        again(benign())
+        assert fuseboard.wait(120)
+        assert torch.equal(again(benign()), model(benign()))
+
+
+@pytest.mark.usefixtures("beside")
+def test_calls_of_other_sizes_are_held_to_the_budget():
+    """The program answers them once it was compared on some of their size."""
+    model = Sum().eval()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        run = torch.compile(
+            model,
+            backend="fuseboard",
+            dynamic=True,
+            options={
+                "backends": ["eager"],
+                "margin": 0.0,
+                "stages": {"measure": MEASURE},
+                "tolerance": 1e-2,
+            },
+        )
+        run(benign())
+        assert fuseboard.wait(120)
+        assert not torch.equal(run(benign()), model(benign()))
+        many = benign().repeat(40, 1)
+        run(many)
+        compare_all()
+        got = run(many)
+    assert not torch.equal(got, model(many))
+    assert error(got, model, many) <= 1e-2
+    assert not report().trips
