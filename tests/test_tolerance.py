@@ -22,7 +22,7 @@ from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.torch_api import formats
 from tests.support import narrowing
 from tests.support.backends import observing, plugged, registered
-from tests.support.beside import compare_all, life, lives
+from tests.support.beside import compare_all, life
 from tests.support.eager_loses import MEASURE
 
 METRICS = "tests.support.narrowing"
@@ -39,7 +39,7 @@ def _measured(policy_measured):
 @pytest.fixture
 def has_bfloat16(monkeypatch):
     """The processor is said to have bfloat16; where it hasn't, torch computes it all the same."""
-    monkeypatch.setattr(formats, "has_bfloat16", lambda device_type: True)
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.bfloat16)
 
 
 def compiled(target, *backends, **options):
@@ -300,11 +300,25 @@ def test_modules_with_different_budgets_are_different_candidates():
 
 def test_a_processor_without_the_format_says_so(monkeypatch):
     """Nothing is emulated."""
-    monkeypatch.setattr(formats, "has_bfloat16", lambda device_type: False)
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, device_type: False)
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         assert torch.equal(compiled(model, tolerance=1e-2)(x), model(x))
-    assert "bfloat16 isn't offered by narrow: the CPU has no instructions for it" in report().notes
+    for name in ("bfloat16", "float16"):
+        assert (
+            f"{name} isn't offered by narrow: the CPU has no instructions for it" in report().notes
+        )
+
+
+@pytest.mark.parametrize(("size", "state"), [(1.0, "chosen"), (1e5, "inexact")])
+def test_what_a_format_cannot_hold_is_an_endless_error(size, state, monkeypatch):
+    """Half types with few bits for exponents are more exact, and overflow."""
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.float16)
+    model, x = mlp(), size * torch.randn(8, 64)
+    with torch.no_grad():
+        compiled(model, tolerance=1e-2)(x)
+    assert row("eager in float16").state == state
+    assert (row("eager in float16").error < 1e-3) == (state == "chosen")
 
 
 @pytest.mark.usefixtures("has_bfloat16")
@@ -533,9 +547,9 @@ def beside(monkeypatch, as_users_run_it, chosen):
         yield
 
 
-def _proven():
+def _until(happened):
     end = time.monotonic() + 120
-    while life()._chosen is None and not life().settled:
+    while not happened():
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -547,7 +561,7 @@ def test_what_is_proven_on_further_calls_answers_them():
     with torch.no_grad():
         run = compiled(model, tolerance=1e-2)
         run(benign())
-        _proven()
+        _until(lambda: life()._chosen is not None)
         calls = 0
         while life()._proving is not None:
             x = benign(calls)
@@ -571,13 +585,13 @@ def test_a_further_call_beyond_the_budget_leaves_dynamos_graph():
     with torch.no_grad():
         run = compiled(model, tolerance=1e-2)
         run(benign())
-        _proven()
+        _until(lambda: life()._chosen is not None)
         while not life().settled:
             assert torch.equal(run(cancelling()), model(cancelling()))
         assert torch.equal(run(benign()), model(benign()))
+    _until(lambda: report().trips)  # told in a thread, after what runs was decided
     (trip,) = report().trips
     assert "its error against float64" in trip.error
-    assert lives()
 
 
 @pytest.mark.usefixtures("beside")

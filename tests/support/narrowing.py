@@ -15,8 +15,8 @@ NAME = "narrowing"
 @fuseboard.hookimpl
 def fuseboard_narrow(graph: Any) -> Any:
     """The board's own rewrites, however slow they are here, under another format's name."""
-    offered = narrow.fuseboard_narrow(graph) or []
-    return [fuseboard.Narrowing("bf16", one.changes, one.fusions) for one in offered]
+    offered = narrow.fuseboard_narrow(graph)
+    return offered and [fuseboard.Narrowing("bf16", offered[0].changes, offered[0].fusions)]
 
 
 def agreement(result: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,13 +1,15 @@
-"""Products in bfloat16: linear layers, matrix products, convolutions and attention.
+"""Products of half types: linear layers, matrix products, convolutions and attention.
 
-Their operands are cast to bfloat16, they accumulate in float32, and their results are float32
-again. All between them stays as it is: norms, softmax, activations, the residual stream. The casts
-are ordinary ops, so that every backend can have such a graph; those of weights are hoisted.
+Their operands are cast to bfloat16 or float16, they accumulate in float32, and their results are
+float32 again. All between them stays as it is: norms, softmax, activations, the residual stream.
+The casts are ordinary ops, so that every backend can have such a graph; those of weights are
+hoisted.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -40,21 +42,23 @@ _MOVES = frozenset({aten.clone.default, aten._unsafe_view.default})
 
 @hookimpl
 def fuseboard_narrow(graph: GraphModule) -> list[Narrowing] | None:
-    """Offer products in bfloat16 where the device has instructions for them."""
+    """Offer products in half types for which the device has instructions."""
     products = [node for node in graph.graph.nodes if _is_product(node)]
     if not products:
         return None
+    return [_narrowing(graph, products, dtype) for dtype in (torch.bfloat16, torch.float16)]
+
+
+def _narrowing(graph: GraphModule, products: Sequence[Node], dtype: torch.dtype) -> Narrowing:
     devices = {device for node in products for device in _devices(node)}
-    lacking = sorted(device for device in devices if not formats.has_bfloat16(device))
-    narrower = _Narrower(graph)
-    return [
-        Narrowing(
-            "bfloat16",
-            "operands of products; sums and results are float32",
-            tuple(Fusion("bfloat16", (n.name,), partial(narrower.narrow, n)) for n in products),
-            problem=f"the {lacking[0].upper()} has no instructions for it" if lacking else "",
-        )
-    ]
+    lacking = sorted(one for one in devices if not formats.has_products_of(dtype, one))
+    name, narrower = str(dtype).removeprefix("torch."), _Narrower(graph, dtype)
+    return Narrowing(
+        name,
+        "operands of products; sums and results are float32",
+        tuple(Fusion(name, (node.name,), partial(narrower.narrow, node)) for node in products),
+        problem=f"the {lacking[0].upper()} has no instructions for it" if lacking else "",
+    )
 
 
 def _is_product(node: Node) -> bool:
@@ -84,17 +88,18 @@ def _devices(node: Node) -> set[str]:
 
 
 class _Narrower:
-    """Narrows products of one graph, and casts nothing twice."""
+    """Narrows products of one graph to a half type, and casts nothing twice."""
 
-    def __init__(self, graph: GraphModule) -> None:
+    def __init__(self, graph: GraphModule, dtype: torch.dtype) -> None:
         self._graph = graph
-        #: Node → what it is in bfloat16.
+        self._dtype = dtype
+        #: Node → what it is in the half type.
         self._narrow: dict[Node, Node] = {}
-        #: Casts of results to float32, and views and copies of these: bfloat16 holds them as well.
+        #: Casts of results to float32, and views and copies of these: half types hold them as well.
         self._widened: set[Node] = set()
 
     def narrow(self, product: Node) -> None:
-        """Let a product read its operands in bfloat16."""
+        """Let a product read its operands in the half type."""
         write = Writer(self._graph, product)
         operands = {place: self._operand(one, write) for place, one in _operands(product).items()}
         args = [operands.get(place, value) for place, value in enumerate(product.args)]
@@ -135,7 +140,7 @@ class _Narrower:
             self._narrow[node] = (
                 write.function(node.target, self._operand(node.args[0], write), *node.args[1:])  # type: ignore[arg-type]
                 if self._is_moved(node)
-                else write.function(aten._to_copy.default, node, dtype=torch.bfloat16)
+                else write.function(aten._to_copy.default, node, dtype=self._dtype)
             )
         return self._narrow[node]
 

@@ -47,6 +47,13 @@ class Narrower:
         self._pins = pins
         self._tripped = tripped
 
+    def is_wanted(self, kind: GraphKind) -> bool:
+        """Whether the settings allow graphs of a kind any error."""
+        settings = self._session.settings
+        tolerance = settings.tolerance
+        allowed = any(tolerance.values()) if isinstance(tolerance, dict) else bool(tolerance)
+        return allowed and (kind == "inference" or settings.tolerance_training)
+
     def versions(
         self, graph: GraphModule, kind: GraphKind, report: GraphReport, counter: FusionCounter
     ) -> Iterator[NarrowedGraph]:
@@ -55,13 +62,10 @@ class Narrower:
         Where modules are allowed different errors, a version narrows those that are allowed as
         much as its results are, so that nothing is narrowed beyond what is said of it.
         """
-        settings = self._session.settings
-        if kind != "inference" and not settings.tolerance_training:
-            return
         nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
         allowed = self._pins.tolerances(nodes)
         levels = sorted(set(allowed.values()) - {0.0}, reverse=True)
-        for plugin in self._session.with_hook(_HOOK) if levels else ():
+        for plugin in self._session.with_hook(_HOOK):
             try:
                 yield from self._offered(plugin, graph, kind, report, counter, allowed, levels)
             except (PluginError, LoweringError) as error:

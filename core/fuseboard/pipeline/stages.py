@@ -322,7 +322,7 @@ class Pipeline:
     def _narrowed(self, staged: StagedGraph) -> list[StagedGraph]:
         """The graph in narrower numbers, where these are allowed and can be held against it."""
         report, settings = staged.report, self.session.settings
-        if not settings.tolerance or not self.planner.are_measured(staged):
+        if not self.narrower.is_wanted(staged.kind) or not self.planner.are_measured(staged):
             return []
         report.tolerance = tolerance_text(settings.tolerance, settings.tolerance_metric)
         with report.timed("fuse"):

@@ -2,29 +2,38 @@
 
 torch computes in any format anywhere: where there are no instructions it casts, which is slower
 than float32. Read against torch 2.13: ``torch/cpu/__init__.py``, ``aten/src/ATen/cpu/Utils.cpp``,
-``aten/src/ATen/native/mkldnn/Utils.h`` (``mkldnn_bf16_device_check``).
+``aten/src/ATen/native/mkldnn/Utils.h`` (``mkldnn_bf16_device_check`` and its like).
 """
 
 from __future__ import annotations
 
 import functools
 import platform
+from typing import Any
 
 import torch
 
 #: Of x86. oneDNN says that it supports bfloat16 wherever there is AVX-512, and casts there.
-_X86 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+_X86_BFLOAT16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+_ONEDNN = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
 
 
 @functools.cache
-def has_bfloat16(device_type: str) -> bool:
-    """Whether products of bfloat16 have instructions."""
+def has_products_of(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether products of a half type have instructions."""
     if device_type == "cuda":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if device_type != "cpu":
         return False
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        probes = (getattr(torch.cpu, name, None) for name in _X86)
-        return any(probe is not None and probe() for probe in probes)
-    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if dtype == torch.bfloat16 and platform.machine().lower() in ("x86_64", "amd64"):
+        return any(_says(torch.cpu, name) for name in _X86_BFLOAT16)
+    return _says(torch.ops.mkldnn, _ONEDNN[dtype])
+
+
+def _says(owner: Any, name: str) -> bool:
+    """What a probe says, where this torch has it."""
+    probe = getattr(owner, name, None)
     return probe is not None and bool(probe())

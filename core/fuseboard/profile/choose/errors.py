@@ -25,7 +25,7 @@ class Errors:
     ) -> None:
         self._graph = graph
         self._inputs = list(inputs)
-        self._is_wanted = bool(session.settings.tolerance)
+        self._is_wanted = bool(report.tolerance)
         self._metric = Metric.of(session)
         self._notes = report.notes
         self._reference: Reference | str | None = None
