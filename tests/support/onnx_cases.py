@@ -217,6 +217,7 @@ UNARY = {
     "masked_fill": lambda x: x.masked_fill(x > 0, -3.0),
     "where_scalar": lambda x: torch.where(x > 0, x, 0.5),
     "arange": lambda x: torch.arange(5, dtype=torch.float32) + x.sum(),
+    "arange_mixed": lambda x: torch.arange(0.0, 5) + torch.arange(1, 6.0) + x.sum(),
     "arange_step": lambda x: torch.arange(1, 9, 3) + x.sum(),
     "full": lambda x: torch.full((2, 3), 1.5) * x.sum(),
     "new_ones": lambda x: x.new_ones((2, 3)) * x.sum(),

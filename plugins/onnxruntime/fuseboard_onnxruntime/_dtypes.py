@@ -108,6 +108,10 @@ TO_COMMON = frozenset(
 )
 
 
+#: Ranges: their numbers are of the result's dtype in torch, and of one dtype in ONNX.
+RANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
+
+
 def promote(graph: GraphModule) -> None:
     """Put casts where torch promotes in silence; ONNX wants equal dtypes."""
     for node in list(graph.graph.nodes):
@@ -116,6 +120,8 @@ def promote(graph: GraphModule) -> None:
         if node.target in TO_RESULT:
             value = node.meta["val"]
             _cast_inputs(graph, node, value.dtype, skip_first=node.target is aten.where.self)
+        elif node.target in RANGES:
+            node.update_kwarg("dtype", node.meta["val"].dtype)
         elif node.target in TO_COMMON:
             _cast_inputs(graph, node, common_dtype(node))
 
