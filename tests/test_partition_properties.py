@@ -111,7 +111,7 @@ def partition(recipe: Recipe, first: Claims, second: Claims, **options: Any) -> 
         session = board.session(resolve({"backends": [*BACKENDS, "eager"], **options}, None))
         context = torch._guards.TracingContext(mode)
         with recorded() as runners, torch._guards.tracing(context), mode:
-            entry = CapturedGraph(graph, "captured")
+            entry = CapturedGraph(lambda graph=graph: graph, "captured")
             Pipeline(session, "test").compile(entry, "inference")
     (report,), (runner,) = ledger.graphs(), runners
     shared = runner.context

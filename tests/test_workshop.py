@@ -54,6 +54,32 @@ def test_the_first_call_is_eagers_and_later_ones_are_what_was_chosen():
 
 
 @pytest.mark.usefixtures("chosen")
+def test_what_a_rewritten_graph_was_before_is_read_where_it_is_needed():
+    """As where a call fails, which runs op by op then. A mode of the user's sees nothing of it."""
+
+    class Nothing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            pytest.fail("it was read in the mode")
+
+    model, x = torch.nn.Sequential(mlp(), torch.nn.Dropout(), mlp()).eval(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = pinned(model)
+        run(x)
+        graph = life()
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+        (captured,) = graph._chosen.compiled.call.captured_graphs
+        assert "graph" not in vars(captured)
+        with Nothing():
+            captured.graph  # noqa: B018  # it is read
+        ops = [len(one.graph.nodes) for one in (captured.graph, captured.compiled_graph)]
+        assert ops[0] > ops[1]
+        weight, bias, *others = model.parameters()
+        inputs = [weight, bias, x, *others]
+        torch.testing.assert_close(captured.eager(inputs)[0], model(x))
+
+
+@pytest.mark.usefixtures("chosen")
 def test_what_was_chosen_is_made_again_without_a_trace(traced):
     """torch's tracers change the whole process: none may run in a thread of the user's."""
     model, x = mlp(), torch.randn(8, 64)

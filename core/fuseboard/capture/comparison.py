@@ -154,8 +154,8 @@ class CaptureCheck:
 
     def _as_they_run(self, inputs: Copies) -> tuple[dict[str, Any], dict[str, Any] | BaseException]:
         """The results of Dynamo's graph, and those of what runs the calls."""
-        nodes = [node for captured in self._captured_graphs for node in captured.graph.graph.nodes]
-        if any(map(may_draw, nodes)):
+        graphs = [captured.compiled_graph for captured in self._captured_graphs]
+        if any(may_draw(node) for graph in graphs for node in graph.graph.nodes):
             raise CannotCompare("it may draw random numbers, as the user's threads do meanwhile")
         self._must_be_comparable()
         self._must_have_room(inputs)
@@ -254,7 +254,7 @@ class CaptureCheck:
         return ((one, node) for one in graphs_in(self._graph) for node in one.graph.nodes)
 
     def _must_be_repeatable(self) -> None:
-        for graph in (captured.graph for captured in self._captured_graphs):
+        for graph in (captured.compiled_graph for captured in self._captured_graphs):
             if any(map(has_effects, graph.graph.nodes)):
                 raise CannotCompare("it has effects")
             if why := replayable(graph):
@@ -267,7 +267,7 @@ class CaptureCheck:
 
     def _must_have_room(self, inputs: Copies) -> None:
         """Eager holds what it does anyway; the results of both runs come on top, and copies."""
-        graphs = [captured.graph for captured in self._captured_graphs]
+        graphs = [captured.compiled_graph for captured in self._captured_graphs]
         if why := why_no_room("running both", graphs, inputs.copied_bytes, runs=2):
             raise CannotCompare(why)
 

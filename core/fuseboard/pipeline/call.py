@@ -225,7 +225,8 @@ class GraphCall:
             torch_internals.note_no_donated_buffers()
         for inner in graph.children():  # of control flow, which calls them as torch writes them
             fix_negative_bases(inner)
-        captured = CapturedGraph(copy_graph(graph), f"captured_{kind}")
+        own = copy_graph(graph)
+        captured = CapturedGraph(lambda: own, f"captured_{kind}")
         self.captured_graphs.append(captured)
         self.pipeline.compile(captured, kind)
         return captured.boxed()
@@ -235,7 +236,8 @@ class GraphCall:
 
         One with sizes among its inputs is compiled at once: a later guard on them would be lost.
         """
-        captured = CapturedBackward(copy_graph(graph), "captured_backward", self.note_backward)
+        own = copy_graph(graph)
+        captured = CapturedBackward(lambda: own, "captured_backward", self.note_backward)
         self.captured_graphs.append(captured)
         if any(isinstance(value, torch.SymInt) for value in inputs):
             self.pipeline.compile(captured, "backward")

@@ -21,18 +21,30 @@ from fuseboard.torch_api import modes as torch_modes
 class CapturedGraph:
     """A graph that AOTAutograd captured, and the way into what its calls execute.
 
-    :param graph: the graph as AOTAutograd gave it; it isn't changed.
+    :param read: gives the graph as AOTAutograd gave it; it isn't changed. Asked once, and only
+        where somebody needs it.
     :ivar function: what a call executes; something has to be put there.
+    :ivar compiled_graph: what that was made from: the captured graph, or what rewrites made of it.
     """
 
     function: Boxed
     _compiled: Boxed
 
-    def __init__(self, graph: GraphModule, name: str) -> None:
-        self.graph = graph
+    def __init__(self, read: Callable[[], GraphModule], name: str) -> None:
+        self._read = read
         self.name = name
         self._instead: Boxed | None = None
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def graph(self) -> GraphModule:
+        """The graph as AOTAutograd gave it."""
+        with torch_modes.without_function_modes():
+            return self._read()
+
+    @functools.cached_property
+    def compiled_graph(self) -> GraphModule:
+        return self.graph
 
     def boxed(self) -> Boxed:
         """What AOTAutograd gets: looks up the current function.
@@ -87,8 +99,10 @@ class CapturedBackward(CapturedGraph):
     :param note: called once with each reason why calls run op by op.
     """
 
-    def __init__(self, graph: GraphModule, name: str, note: Callable[[str], None]) -> None:
-        super().__init__(graph, name)
+    def __init__(
+        self, read: Callable[[], GraphModule], name: str, note: Callable[[str], None]
+    ) -> None:
+        super().__init__(read, name)
         self._note = note
         self._around = threading.local()
         #: Whether autocast changes what the ops compute; None: not known yet.

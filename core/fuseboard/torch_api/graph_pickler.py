@@ -213,17 +213,32 @@ def _made(form: _Form, state: Any) -> FakeTensor:
     """
     storages: dict[int, Any] = state.__dict__.setdefault("fuseboard_storages", {})
     with torch.inference_mode(False), torch._C._DisableTorchDispatch():
-        value = torch.empty(0, dtype=form.dtype, device="meta")
-        if form.storage not in storages:
-            # An untyped storage would fix a symbolic size.
-            held = torch.empty(form.nbytes, dtype=torch.uint8, device="meta")
-            storages[form.storage] = held.untyped_storage()
-        value.set_(storages[form.storage], form.offset, form.shape, form.strides)
-        value.requires_grad_(form.requires_grad)
+        value = _value(form, storages)
+        if form.requires_grad:
+            value.requires_grad_()
         made = FakeTensor(state.fake_mode, value, form.device)
     if form.is_parameter:
         setattr(made, "_is_param", True)  # noqa: B010  # what isinstance(made, Parameter) asks
     return made
+
+
+def _value(form: _Form, storages: dict[int, Any]) -> torch.Tensor:
+    """
+    :param storages: those that were made, by number.
+    """
+    kind: Any = {"dtype": form.dtype, "device": "meta"}
+    if form.storage not in storages:
+        if all(type(size) is int for size in (form.nbytes, *form.shape, *form.strides)):
+            # Most tensors are all that their storage holds: a third less work.
+            value = torch.empty_strided(form.shape, form.strides, **kind)
+            if form.offset == 0 and value.untyped_storage().nbytes() == form.nbytes:
+                storages[form.storage] = value.untyped_storage()
+                return value
+        # An untyped storage would fix a symbolic size.
+        held = torch.empty(form.nbytes, dtype=torch.uint8, device="meta")
+        storages[form.storage] = held.untyped_storage()
+    value = torch.empty(0, **kind)
+    return value.set_(storages[form.storage], form.offset, form.shape, form.strides)
 
 
 def _number(data: Any, state: Any) -> Any:

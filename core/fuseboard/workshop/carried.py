@@ -221,15 +221,17 @@ def unpack(
     for number, is_backward in enumerate(carried.backwards):
         if (one := by_entry.get(number)) is None:
             raise NotCarried("its backward hasn't run where it was tried")
-        captured = graphs.read(one.captured)
-        name = carried.entries[number]
-        call.captured_graphs.append(
-            CapturedBackward(captured, name, call.note_backward)
+        read, name = graphs.reader(one.captured), carried.entries[number]
+        entry = (
+            CapturedBackward(read, name, call.note_backward)
             if is_backward
-            else CapturedGraph(captured, name)
+            else CapturedGraph(read, name)
         )
+        call.captured_graphs.append(entry)
+        if one.fused is not None:
+            entry.compiled_graph = graphs.read(one.fused)
         with tracing_apart(()):  # as where it was tried: passes of torch's look for one
-            _run(call, one, captured, inputs, graphs)
+            _run(call, one, inputs, graphs)
     codes = [captured.boxed() for captured in call.captured_graphs]
     with noting_functions() as functions:
         captured_run = from_bundle(carried.bundle, codes)
@@ -247,6 +249,7 @@ class _Graphs:
     """
 
     def __init__(self, condition: SizeCondition | None) -> None:
+        self._has_plain_sizes = condition is None
         self._guards = 0 if condition is None else condition.guards
         self.learned: list[GuardWatch] = []
 
@@ -254,6 +257,16 @@ class _Graphs:
         graph, _, mode = graph_from_bytes(data)
         self.learned.append(GuardWatch(mode, self._guards))
         return graph
+
+    def reader(self, data: bytes) -> Callable[[], GraphModule]:
+        """What reads a graph once it is needed: most of those that were rewritten never are.
+
+        It is read at once where something may be learned by it.
+        """
+        if self._has_plain_sizes:
+            return lambda: graph_from_bytes(data)[0]
+        graph = self.read(data)
+        return lambda: graph
 
 
 def _condition(
@@ -278,13 +291,12 @@ def _condition(
 def _run(
     call: GraphCall,
     carried: _CarriedGraph,
-    captured: GraphModule,
     inputs: Sequence[Any],
     graphs: _Graphs,
 ) -> None:
     """Let the calls of the newest entry go to a program."""
     session, settings, entry = call.session, call.session.settings, call.captured_graphs[-1]
-    graph = captured if carried.fused is None else graphs.read(carried.fused)
+    graph = entry.compiled_graph
     nodes = {node.name: node for node in graph.graph.nodes}
     kept = [nodes[name] for name in carried.board_nodes]
     report = _as_ours(carried.report, call)
