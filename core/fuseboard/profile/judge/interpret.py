@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node, map_arg
 from fuseboard.ops.draws import draws
 from fuseboard.ops.effects import only_raises
 from fuseboard.ops.liveness import unused_after
-from fuseboard.profile.judge import batch_means, lifting
+from fuseboard.profile.judge import batch_means, lifting, quantised
 from fuseboard.torch_api import internals as torch_internals
 
 #: What uninitialised memory is filled with in a run, by what kind of numbers it holds.
@@ -302,7 +302,8 @@ class Lifted:
             return self._in_own_dtypes(node, values, why)
         args, kwargs = lifting.lifted_arguments(target, args, kwargs, dtypes_of(form))
         refusals = []
-        for function in (target, torch_internals.decomposition_of(target)):
+        stands_for = quantised.in_float64(target) or target
+        for function in (stands_for, torch_internals.decomposition_of(target)):
             if function is None:
                 continue
             try:
