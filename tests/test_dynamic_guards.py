@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 import fuseboard
+from fuseboard.pipeline import rewriting
 from fuseboard.report.data import ledger
+from fuseboard.torch_api.dynamo_graphs import note_values
 from tests.support.backends import all_trips, claim_all, compiled, graph_count, last_graph, plugged
 from tests.support.specialising import check
 from tests.support.values import assert_same, rnd
@@ -109,3 +111,30 @@ def test_guards_of_claims():
     assert graph_count("inference") == 1
     assert "bounded added guards on sizes: x.size()[0] < 6" in last_graph().notes
     assert [(trip.plugin, trip.stage) for trip in all_trips()] == [("fixing", "claim")]
+
+
+def test_a_call_without_a_value_in_dynamos_graph():
+    """What fake values are made anew fixes no size: real tensors and symbols don't meet."""
+
+    def logged(x):
+        torch._C._log_api_usage_once("fuseboard.tests")
+        return x.unsqueeze(0).expand(2, x.shape[0], 3) + 1
+
+    check(compiled(logged, "eager", dynamic=True), logged, 4, 5, 6)
+    assert graph_count("inference") == 1
+
+
+def test_values_that_are_made_anew_have_dynamos_symbols(monkeypatch):
+    """Where Dynamo's value of one node is missing, all are made of its values of the inputs."""
+
+    def forget(graph, inputs):
+        next(iter(graph.graph.find_nodes(op="call_method"))).meta.pop("example_value")
+        note_values(graph, inputs)
+
+    monkeypatch.setattr(rewriting, "note_values", forget)
+
+    def expanded(x):
+        return x.unsqueeze(0).expand(2, x.shape[0], 3) + 1
+
+    check(compiled(expanded, "eager", dynamic=True), expanded, 4, 5, 6)
+    assert graph_count("inference") == 1

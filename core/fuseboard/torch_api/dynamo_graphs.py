@@ -24,7 +24,7 @@ from fuseboard.torch_api.call_sizes import CallSizes, SymbolicInputs
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.graphs import constants_from_bytes, constants_to_bytes
 from fuseboard.torch_api.nodes import graphs_in
-from fuseboard.torch_api.symbols import GuardWatch
+from fuseboard.torch_api.symbols import GuardWatch, in_the_example
 
 #: Where Dynamo notes what kind of static input a placeholder is: on the tensor it stands for.
 _STATIC = "_dynamo_static_input_type"
@@ -174,11 +174,15 @@ def note_values(graph: GraphModule, inputs: Sequence[Any]) -> None:
     """Give each node its fake value as ``val``.
 
     :param inputs: real ones, which the values are made from where Dynamo's aren't there any more.
-        They are then of plain sizes.
+        They are then of plain sizes, unless Dynamo's are there of all inputs and have symbols.
     """
     nodes = list(graph.graph.nodes)
-    if any("example_value" not in node.meta for node in nodes if node.op.startswith("call")):
-        values = _Values(graph, inputs).values
+    called = [node for node in nodes if node.op.startswith("call") and node.users]
+    if any("example_value" not in node.meta for node in called):
+        # Of real tensors and symbols together, each op would learn what number a symbol is.
+        fakes = [node.meta.get("example_value") for node in nodes if node.op == "placeholder"]
+        symbolic = None not in fakes and any(isinstance(one, torch.SymInt) for one in fakes)
+        values = _Values(graph, fakes if symbolic else inputs).values
     else:
         values = {node: node.meta.get("example_value") for node in nodes}
     for node in nodes:
@@ -203,7 +207,8 @@ def drop_values(graph: GraphModule) -> None:
 class _Values(torch.fx.Interpreter):
     """Each node's fake value.
 
-    :param inputs: fake ones, or real ones, of which fake ones with plain sizes are made.
+    :param inputs: fake ones, or real ones, of which fake ones with plain sizes are made. Beside real
+        ones, a symbol is the number that it is in the call.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
@@ -218,6 +223,8 @@ class _Values(torch.fx.Interpreter):
             mode.from_tensor(one, static_shapes=True)
             if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor)
             else one
+            if modes
+            else in_the_example(one)
             for one in inputs
         ]
         with mode, enable_python_dispatcher():  # as Dynamo does, for ops on symbolic sizes
