@@ -8,8 +8,8 @@ is looked at; what torch's kernels can do with these isn't decided here.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -38,6 +38,7 @@ _DROPPED = {F.dropout, torch.dropout}
 _SWAPPED = {torch.transpose, "transpose", "swapaxes", torch.swapaxes}
 _PERMUTED = {torch.permute, "permute"}
 _EINSUM = {torch.einsum, torch.functional.einsum}
+_SUM_WITH_PRODUCT = {torch.baddbmm, "baddbmm"}
 
 
 @dataclass
@@ -60,30 +61,28 @@ class Attention:
     masks: list[Node]
     result: Node
     result_order: tuple[int, ...] | None
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Node]
 
 
-@dataclass
-class _Above:
-    """What comes before a softmax, from the last step to the first product."""
+class _Above(NamedTuple):
+    """What comes before a softmax, from the last step to the first product.
 
-    steps: list[tuple[Step, Node | None]] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    query: Operand | None = None
-    key: Operand | None = None
+    :ivar steps: each with the mask that it reads.
+    """
 
-    def add(self, kind: str, number: float = 0.0, mask: Node | None = None) -> None:
-        self.steps.append((Step(kind, number), mask))
+    steps: list[tuple[Step, Node | None]]
+    nodes: list[Node]
+    query: Operand
+    key: Operand
 
 
-@dataclass
-class _Below:
+class _Below(NamedTuple):
     """What comes after a softmax, to the second product."""
 
-    nodes: list[Node] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    value: Operand | None = None
-    result_order: tuple[int, ...] | None = None
+    steps: list[Step]
+    nodes: list[Node]
+    value: Operand
+    result_order: tuple[int, ...] | None
 
 
 def softmaxes(graph: GraphModule) -> list[Node]:
@@ -97,10 +96,8 @@ def softmaxes(graph: GraphModule) -> list[Node]:
 def around(softmax: Node) -> Attention | None:
     """The attention that a softmax is a part of; those of two softmaxes don't overlap."""
     below = _below(softmax)
-    above = _above(softmax, below) if below is not None else None
-    if below is None or below.value is None or above is None:
-        return None
-    if above.query is None or above.key is None:
+    above = _above(softmax, below.nodes) if below is not None else None
+    if below is None or above is None:
         return None
     masks: list[Node] = []
     steps: list[Step] = []
@@ -116,84 +113,74 @@ def around(softmax: Node) -> Attention | None:
     steps += [Step("softmax", dtype=dtype_of(softmax)), *below.steps]
     if any(_is_narrower(step.dtype, dtype_of(above.nodes[-1])) for step in steps):
         return None  # the kernel rounds nothing on the way
-    nodes = [*reversed(above.nodes), softmax, *below.nodes]
     return Attention(
-        softmax,
-        above.query,
-        above.key,
-        below.value,
-        above.nodes[-1],
-        steps,
-        masks,
-        below.nodes[-1],
-        below.result_order,
-        nodes,
+        softmax=softmax,
+        query=above.query,
+        key=above.key,
+        value=below.value,
+        product=above.nodes[-1],
+        steps=steps,
+        masks=masks,
+        result=below.nodes[-1],
+        result_order=below.result_order,
+        nodes=[*reversed(above.nodes), softmax, *below.nodes],
     )
 
 
 def _below(softmax: Node) -> _Below | None:
     """From the probabilities to the second product. A dropout has to leave nothing out."""
-    found, node = _Below(), softmax
+    steps: list[Step] = []
+    nodes: list[Node] = []
+    node = softmax
     while len(node.users) == 1:
         (reader,) = node.users
-        found.nodes.append(reader)
-        if _is_cast(reader) and _first(reader) is node:
-            found.steps.append(Step("cast", dtype=dtype_of(reader)))
-            node = reader
-        elif calls(reader, _DROPPED) and _first(reader) is node and _drops_nothing(reader):
-            node = reader
-        elif calls(reader, _PRODUCT):
+        nodes.append(reader)
+        if calls(reader, _EINSUM):
+            second = second_product(reader, node)
+            return None if second is None else _Below(steps, nodes, *second)
+        if calls(reader, _PRODUCT):
             left, right = _operands(reader)
             if left is node and isinstance(right, Node) and right is not node:
-                found.value = Operand(right)
-                return found
+                return _Below(steps, nodes, Operand(right), None)
             return None
-        elif calls(reader, _EINSUM):
-            second = second_product(reader, node)
-            if second is None:
-                return None
-            found.value, found.result_order = second
-            return found
-        else:
+        if _first(reader) is not node:
             return None
+        if _is_cast(reader):
+            steps.append(Step("cast", dtype=dtype_of(reader)))
+        elif not (calls(reader, _DROPPED) and _drops_nothing(reader)):
+            return None
+        node = reader
     return None
 
 
-def _above(softmax: Node, below: _Below) -> _Above | None:
+def _above(softmax: Node, below: list[Node]) -> _Above | None:
     """From the first product to the softmax.
 
     :param below: what comes after it. A cast there may look at scores for their dtype.
     """
-    found, node = _Above(), _first(softmax)
-    scaled = False
+    steps: list[tuple[Step, Node | None]] = []
+    nodes: list[Node] = []
+    node, scaled = _first(softmax), False
     while isinstance(node, Node) and _shape(node) == _shape(softmax):
-        if sum(reader not in below.nodes for reader in node.users) != 1:
+        if sum(reader not in below for reader in node.users) != 1:
             return None
-        found.nodes.append(node)
+        nodes.append(node)
         if calls(node, _IN_PLACE) and not _writes_scores(node):
             return None
-        if calls(node, _PRODUCT):
-            query, transposed = _operands(node)
-            if isinstance(query, Node) and isinstance(transposed, Node):
-                found.query, found.key = Operand(query), _transposed(transposed)
-                return found
-            return None
-        if calls(node, _EINSUM):
-            operands = first_product(node)
-            if operands is None:
-                return None
-            found.query, found.key = operands
-            return found
-        if calls(node, {torch.baddbmm, "baddbmm"}):
-            return found if _add_baddbmm(node, found, scaled) else None
+        if calls(node, _PRODUCT | _EINSUM):
+            operands = first_product(node) if calls(node, _EINSUM) else _factors(*_operands(node))
+            return None if operands is None else _Above(steps, nodes, *operands)
+        if calls(node, _SUM_WITH_PRODUCT):
+            added = _parts_of_baddbmm(node, scaled)
+            return None if added is None else _Above(steps + added[0], nodes, *added[1])
         if _is_cast(node):
-            found.steps.append((Step("cast", dtype=dtype_of(node)), None))
+            steps.append((Step("cast", dtype=dtype_of(node)), None))
             node = _first(node)
         elif calls(node, _SCALED | _DIVIDED):
             factor = _factor(node)
             if factor is None:
                 return None
-            found.add(*factor)
+            steps.append((Step(*factor), None))
             node, scaled = _scores_of(node), True
         else:
             masked = _masked(node)
@@ -201,24 +188,30 @@ def _above(softmax: Node, below: _Below) -> _Above | None:
             if masked is None or scaled:
                 return None
             node, kind, number, mask = masked
-            found.add(kind, number, mask)
+            steps.append((Step(kind, number), mask))
     return None
 
 
-def _add_baddbmm(node: Node, found: _Above, scaled: bool) -> bool:
+def _factors(query: Any, transposed: Any) -> tuple[Operand, Operand] | None:
+    if not isinstance(query, Node) or not isinstance(transposed, Node):
+        return None
+    return Operand(query), _transposed(transposed)
+
+
+def _parts_of_baddbmm(
+    node: Node, scaled: bool
+) -> tuple[list[tuple[Step, Node | None]], tuple[Operand, Operand]] | None:
     """``beta * mask + alpha * product``; beta 0 means that the first isn't looked at."""
     args: Any = (*node.args, None, None, None)
-    added, query, transposed = args[:3]
+    added, *factors = args[:3]
     beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
-    if not all(isinstance(one, Node) for one in (added, query, transposed)):
-        return False
+    operands = _factors(*factors)
+    if not isinstance(added, Node) or operands is None:
+        return None
     if not isinstance(alpha, int | float) or beta not in (0, 1) or (beta and scaled):
-        return False
-    if beta:
-        found.add("add", mask=added)
-    found.add("mul", float(alpha))
-    found.query, found.key = Operand(query), _transposed(transposed)
-    return True
+        return None
+    masked = [(Step("add", 0.0), added)] if beta else []
+    return [*masked, (Step("mul", float(alpha)), None)], operands
 
 
 def _masked(node: Node) -> tuple[Any, str, float, Node] | None:

@@ -167,32 +167,20 @@ def libm(name: str, *args: Expr) -> Expr:
     return tirx.call_pure_extern(dtype, name + ("f" if dtype == "float32" else ""), *args)
 
 
-def maximum(a: Expr, b: Expr) -> Expr:
-    """NaN if either is."""
-    if dtype_of(a) not in FLOATS:
-        return tirx.Max(a, b)
-    return select(tirx.Or(a > b, is_nan(a)), a, b)
+def _extreme(greatest: bool, keeps_nan: bool) -> Callable[[Expr, Expr], Expr]:
+    """The greater or lesser of two; of a number and NaN the latter, or the number."""
+
+    def apply(a: Expr, b: Expr) -> Expr:
+        if dtype_of(a) not in FLOATS:
+            return tirx.Max(a, b) if greatest else tirx.Min(a, b)
+        first = a > b if greatest else a < b
+        return select(tirx.Or(first, is_nan(a if keeps_nan else b)), a, b)
+
+    return apply
 
 
-def minimum(a: Expr, b: Expr) -> Expr:
-    """NaN if either is."""
-    if dtype_of(a) not in FLOATS:
-        return tirx.Min(a, b)
-    return select(tirx.Or(a < b, is_nan(a)), a, b)
-
-
-def fmax(a: Expr, b: Expr) -> Expr:
-    """The other one if one is NaN."""
-    if dtype_of(a) not in FLOATS:
-        return tirx.Max(a, b)
-    return select(tirx.Or(a > b, is_nan(b)), a, b)
-
-
-def fmin(a: Expr, b: Expr) -> Expr:
-    """The other one if one is NaN."""
-    if dtype_of(a) not in FLOATS:
-        return tirx.Min(a, b)
-    return select(tirx.Or(a < b, is_nan(b)), a, b)
+maximum, minimum = _extreme(True, keeps_nan=True), _extreme(False, keeps_nan=True)
+fmax, fmin = _extreme(True, keeps_nan=False), _extreme(False, keeps_nan=False)
 
 
 def sign(x: Expr) -> Expr:

@@ -50,15 +50,17 @@ register("prod prod.dim_int", Op(lambda node, a: _sum_like("prod", node, a)))
 
 
 def _mean(node: Node, a: Arguments) -> Value:
-    dtype = dtype_of(node)
-    value = cast(a["self"], dtype)
-    axes = _axes(a, len(value.shape))
-    count = math.prod(value.shape[axis] for axis in axes)
+    value = cast(a["self"], dtype_of(node))
+    return reshape(_mean_over(value, _axes(a, len(value.shape))), shape_of(node))
+
+
+def _mean_over(value: Value, axes: Sequence[int]) -> Value:
+    """With the axes kept."""
+    dtype, count = value.dtype, math.prod(value.shape[axis] for axis in axes)
     total = reduced("sum", value, axes)
-    mean = point(
+    return point(
         total.shape, dtype, lambda bind, x: s.divide(x, s.const(count, dtype)), total, cost=3
     )
-    return reshape(mean, shape_of(node))
 
 
 register("mean mean.dim", Op(_mean))
@@ -66,9 +68,13 @@ register("mean mean.dim", Op(_mean))
 
 def _extreme(how: str, node: Node, a: Arguments) -> Value:
     value = a["self"]
-    whole = cast(value, "int32") if value.dtype == "bool" else value
-    result = reduced(how, whole, _axes(a, len(value.shape)))
+    result = reduced(how, _ordered(value), _axes(a, len(value.shape)))
     return reshape(cast(result, dtype_of(node)), shape_of(node))
+
+
+def _ordered(value: Value) -> Value:
+    """Booleans as numbers, which have an order."""
+    return cast(value, "int32") if value.dtype == "bool" else value
 
 
 register("amax max", Op(lambda node, a: _extreme("max", node, a)))
@@ -101,8 +107,7 @@ def _places(how: str, value: Value, axes: Sequence[int]) -> Value:
     if not axes or value.shape[axes[0]] == 1:
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(value.shape))
         return point(shape, "int64", lambda bind: s.const(0, "int64"), cost=0)
-    whole = cast(value, "int32") if value.dtype == "bool" else value
-    return reduced(how, whole, axes, "int64")
+    return reduced(how, _ordered(value), axes, "int64")
 
 
 register("argmax", Op(lambda node, a: _position("argmax", node, a)))
@@ -114,8 +119,7 @@ def _both(how: str, node: Node, a: Arguments) -> list[Value]:
     value = a["self"]
     axes = axes_of(a["dim"], len(value.shape))
     values, places = node.meta["val"]
-    whole = cast(value, "int32") if value.dtype == "bool" else value
-    best = cast(reduced(how, whole, axes), value.dtype)
+    best = cast(reduced(how, _ordered(value), axes), value.dtype)
     return [
         reshape(best, tuple(values.shape)),
         reshape(_places("arg" + how, value, axes), tuple(places.shape)),
@@ -133,10 +137,7 @@ def _spread(value: Value, axes: Sequence[int], correction: Any) -> tuple[Value, 
     """Variance and mean, with the axes kept, in two passes."""
     dtype = value.dtype
     count = math.prod(value.shape[axis] for axis in axes)
-    total = reduced("sum", value, axes)
-    mean = point(
-        total.shape, dtype, lambda bind, x: s.divide(x, s.const(count, dtype)), total, cost=3
-    )
+    mean = _mean_over(value, axes)
 
     def square(bind: Any, x: Any, y: Any) -> Any:
         distance = bind(x - y)
