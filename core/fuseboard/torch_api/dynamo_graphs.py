@@ -207,8 +207,8 @@ def drop_values(graph: GraphModule) -> None:
 class _Values(torch.fx.Interpreter):
     """Each node's fake value.
 
-    :param inputs: fake ones, or real ones, of which fake ones with plain sizes are made. Beside real
-        ones, a symbol is the number that it is in the call.
+    :param inputs: fake ones, or real ones, of which fake ones with plain sizes are made. Beside
+        real ones, a symbol is the number that it is in the call.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
