@@ -2,7 +2,8 @@
 
 The first call goes through a *checked* function: each region's outputs are held against its
 contract and its values, a failing region is replaced, and outputs that wrongly share storage are
-cloned from then on. After a call without a failure the plain function takes over.
+cloned from then on. After a call without a failure the plain function takes over. Past 400 lines:
+whatever changes what calls run is in one class.
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ class Life:
         if compiled.is_dynamo_graph:
             self._settle_on(self._own)
             self._report.settled(EAGER)
-        elif compiled.budget is not None and self._trial is None:
+        elif compiled.budget is not None:
             keep, submit = self._graph.keep, self._ask_to_compare
             self._proving = Proving(compiled, condition, self._watch, keep, submit)
             self._route.put(self._proving.run)
