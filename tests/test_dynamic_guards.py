@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fuseboard
+from fuseboard.lower.guards import keeping_sizes
 from fuseboard.pipeline import rewriting
 from fuseboard.report.data import ledger
 from fuseboard.torch_api.dynamo_graphs import note_values
@@ -54,6 +56,20 @@ def test_a_backend_that_says_that_it_fixes_sizes():
     assert not all_trips()
     (note,) = ledger.graphs()[0].regions[0].notes
     assert note == "fixing added guards on sizes: Eq(x.size()[0], 4)"
+
+
+@pytest.mark.usefixtures("policy_measured")
+@pytest.mark.parametrize("says_so", [True, False])
+def test_where_no_size_may_be_fixed_a_backend_that_says_that_it_does_is_not_tried(says_so):
+    """As beside the calls. One that doesn't say so has failed."""
+    info = {"fixes_sizes": says_so, "compiles_quickly": True}
+    with plugged("fixing", lower=lowering(int), info=info), keeping_sizes():
+        options = {"settle": "first_call", "measure_s": 0.01}
+        check(compiled(f, "fixing", "eager", dynamic=True, **options), f, 4, 5, 6)
+    assert [trip.plugin for trip in all_trips()] == ([] if says_so else ["fixing"])
+    (row,) = [row for row in ledger.graphs()[0].candidates if row.name.startswith("fixing")]
+    assert row.state == ("untried" if says_so else "failed")
+    assert "it fixes x.size()[0] to 4" in row.problem
 
 
 def test_mark_dynamic_comes_first():

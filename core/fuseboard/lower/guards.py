@@ -19,6 +19,11 @@ from fuseboard.lower.static import is_symbolic
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.symbols import GuardWatch
 
+
+class SizeFixed(LoweringError):
+    """A size was fixed where none may be, by a backend that says that it may fix sizes."""
+
+
 _sizes_are_kept: ContextVar[bool] = ContextVar("no size is fixed", default=False)
 
 
@@ -40,6 +45,8 @@ def watching_guards(
 
     :param graph: whose sizes the block may guard on.
     :param notes: where guards are told of.
+    :raises SizeFixed: the backend may fix sizes elsewhere: a reason to do without it here, and no
+        failure.
     :raises LoweringError: a size was fixed to a number that the backend or the user wants to be
         dynamic, or a guard came too late to be heard of.
     """
@@ -50,21 +57,17 @@ def watching_guards(
     watch = GuardWatch(torch_internals.fake_mode_of(values))
     try:
         yield
-        problem = _problem(watch, _may_fix(session, plugin))
+        fixes_sizes = any(i.name == plugin and i.fixes_sizes for i in session.backends)
+        problem = _problem(watch, fixes_sizes and not _sizes_are_kept.get())
         if problem:
-            raise LoweringError(problem)
+            excused = fixes_sizes and _sizes_are_kept.get() and watch.fixed()
+            raise (SizeFixed if excused else LoweringError)(problem)
     except BaseException:  # whatever it was: what the plugin learned is forgotten
         watch.undo()
         raise
     added = watch.added()
     if added:
         notes.append(f"{plugin} added guards on sizes: {'; '.join(added)}")
-
-
-def _may_fix(session: Session, plugin: str) -> bool:
-    if _sizes_are_kept.get():
-        return False
-    return any(info.name == plugin and info.fixes_sizes for info in session.backends)
 
 
 def _problem(watch: GuardWatch, may_fix: bool) -> str:

@@ -22,6 +22,7 @@ from fuseboard.contracts import Boxed, Event, Stage
 from fuseboard.errors import LoweringError, NotEnoughMemory, RegionError, containable
 from fuseboard.lower import background
 from fuseboard.lower.caching import Token
+from fuseboard.lower.guards import SizeFixed
 from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.profile.choose.candidates import Candidate, note_gain_of_preparing
@@ -162,6 +163,9 @@ class Tuner:
             deferred = candidate.lower(defers)
         except RegionError:  # a wrapper's; the policy is to raise
             raise
+        except SizeFixed as error:
+            candidate.drop("untried", str(error))
+            return False
         except containable() as error:  # a plugin may raise anything; the policy decides
             self._failed(candidate, "lower", error)
             return False
