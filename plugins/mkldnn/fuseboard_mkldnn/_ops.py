@@ -104,6 +104,11 @@ EXPECTED_INT8 = {
 }
 #: The same for the product with an int8 weight, (N, K), that has a scale for each of the N.
 EXPECTED_WEIGHT_ONLY = {"aten::_weight_int8pack_mm": ("self", "mat2", "scales")}
+#: The same for 4 bits, and scales and zeros for groups.
+EXPECTED_INT4 = {
+    "aten::_convert_weight_to_int4pack_for_cpu": ("self", "innerKTiles"),
+    "aten::_weight_int4pack_mm_for_cpu": ("self", "mat2", "qGroupSize", "qScaleAndZeros"),
+}
 
 
 def overload(qualified: str) -> Any:
@@ -190,6 +195,15 @@ def int8_product() -> Any:
 
 
 @cache
+def int4_product() -> tuple[Any, Any] | None:
+    """What packs a weight of 4 bits, and the operator of the product; None as above."""
+    if any(_differs(name, names) for name, names in EXPECTED_INT4.items()):
+        return None
+    pack, product = map(overload, EXPECTED_INT4)
+    return pack, product
+
+
+@cache
 def bfloat16_supported() -> bool:
     """Whether oneDNN runs bfloat16 on this CPU natively (AVX-512 or better)."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -229,7 +243,7 @@ def precisions() -> tuple[Any, ...]:
 def fingerprint() -> str:
     """Changes with whatever the choice of kernels depends on."""
     capability = torch.backends.cpu.get_cpu_capability()
-    operators = (transposed_convolution(), lstm_layer(), int8_product())
+    operators = (transposed_convolution(), lstm_layer(), int8_product(), int4_product())
     optional = (
         *(has_mkl(), *(one is not None for one in operators)),
         *(has_int8(), has_int8() and int8_is_cut_off()),

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fuseboard
-from fuseboard_mkldnn import _ops
+from fuseboard_mkldnn import _int4, _ops
 from fuseboard_mkldnn._graph import (
     Editor,
     argument,
@@ -143,7 +143,11 @@ def fuse_weight_only(
 
 
 def _kernel(one: WeightOnly, options: Options, budget: Budget) -> str:
-    """``int8``: ATen's kernel for int8 weights. ``rows``: some rows of the weight at a time."""
+    """``int8``, ``int4``: ATen's kernels. ``rows``: some rows of the weight at a time."""
+    if options.packing != "none" and _ops.int4_product() is not None:
+        four = _int4.grouped(one.weight)
+        if four is not None:
+            return _kernel_of_int4(one, four, options, budget)
     integers, x = one.weight.stored_as_int8(), tensor(one.product.args[-2])
     kernel = _ops.int8_product()
     if kernel is None or integers is None or one.scale is None or options.packing == "none":
@@ -155,6 +159,33 @@ def _kernel(one: WeightOnly, options: Options, budget: Budget) -> str:
     what = ("weight-only", m or 1, k, n, x.dtype, options.max_error)
     found = remembered(what, lambda: _calls(m or 1, k, n, x.dtype, options.max_error), budget)
     return "int8" if found == "int8" else "rows"
+
+
+def _kernel_of_int4(one: WeightOnly, four: _int4.Grouped, options: Options, budget: Budget) -> str:
+    x = tensor(one.product.args[-2])
+    m = _ops.size_hint(x.shape[0])
+    if m is None or not is_contiguous(x) or x.dtype == torch.float16:
+        return "rows"
+    what = ("int4", m or 1, four.k, four.n, four.groups, x.dtype, options.max_error)
+    found = remembered(what, lambda: _int4_calls(m or 1, four, x.dtype, options.max_error), budget)
+    return "int4" if found == "int4" else "rows"
+
+
+def _int4_calls(
+    m: int, four: _int4.Grouped, dtype: torch.dtype, max_error: float
+) -> dict[str, Callable[[], Any]]:
+    """As :func:`_calls`, for some of the N."""
+    n, k = min(four.n, COMPARED_COLUMNS), four.k
+    m = max(1, min(m, LARGEST_WORK // (k * n)))
+    rows = RowProduct(_int4.unpacked, (0, 0), n, 5 * k * dtype.itemsize)
+    with fuseboard.real_tensors():
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(m, k, generator=generator, device="cpu").to(dtype)
+        found, weight = _int4.calls_to_compare(x, n, four.groups, rows)
+        exact = x[:COMPARED_ROWS].double() @ weight
+        if error_of(found["int4"], exact) > max_error * error_of(found["rows"], exact):
+            del found["int4"]
+    return found
 
 
 def _calls(
@@ -226,6 +257,9 @@ def _apply(one: WeightOnly, kernel: str) -> None:
         scale = edit.call(aten.reshape.default, (one.scale, [n]), tensor(one.scale).reshape(n))
         args = (x, weight.stored_as_int8(), scale)
         result = edit.call(_ops.int8_product(), args, product)
+    elif kernel == "int4":
+        four = _int4.grouped(weight)
+        result = _int4.emit(edit, four, x, product)
     else:
         leaves = weight.leaves
         made = sum(tensor(node).nbytes for node in weight.nodes if not is_view(node.target))
