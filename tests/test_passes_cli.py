@@ -42,6 +42,7 @@ def test_the_list_is_in_order():
     """Dynamo's graph comes first, and needs no backend; who decides the stage says why."""
     rows = json.loads(passes("--json"))["passes"]
     assert {"name": "attention", "level": "Dynamo's graph", "why": ""} in rows
+    assert rows[-1]["name"] == "narrow"
     path = "tests.support.stages:halves_graph"
     rows = json.loads(passes("--json", FUSEBOARD_STAGES__FUSE=path))["passes"]
     decides = next(row for row in rows if row["name"] == path)

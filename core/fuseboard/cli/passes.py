@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LEVELS = {
     "fuseboard_fuse_dynamo": "Dynamo's graph",
     "fuseboard_fuse": "joint and inference graphs, its regions",
+    "fuseboard_narrow": "graphs in narrower numbers, within tolerance",
 }
 
 
