@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -303,3 +304,23 @@ def test_concatenated_results_are_rounded_before():
 
     run(Side(), rnd(5, 37))
     assert notes() == ["results of int8 products: 2 of 2 in int8"]
+
+
+@pytest.mark.parametrize("backends", [("mkldnn", "eager"), ("eager",)], ids="+".join)
+@pytest.mark.whole
+def test_no_float_weight_is_kept(backends):
+    """Beside the integers there is nothing of the weight's shape in float32."""
+    model = Linear(331, 97, X)  # large enough to be hoisted
+    with torch.no_grad():
+        compiled(model, *backends, on_failure="raise")(rnd(5, 331))
+    gc.collect()
+    shapes = {(331, 97), (97, 331)}
+    kept = [
+        one
+        for one in gc.get_objects()
+        if type(one) is torch.Tensor
+        and one.dtype == torch.float32
+        and tuple(one.shape) in shapes
+        and one.device.type == "cpu"
+    ]
+    assert kept == []
