@@ -258,3 +258,15 @@ def test_torchaos_int8_weights():
     names = [fusion.name for region in last_graph().regions for fusion in region.fusions]
     assert [name.split(" (")[0] for name in names] == ["weight-only linear"] * 2
     assert hoisted() == 0
+
+
+def test_onnxruntime_does_not_keep_float_weights():
+    """It leaves to eager what makes floats of a quantised weight, which its sessions would keep."""
+    pytest.importorskip("onnxruntime")
+    model, x = Int8(), rnd(3, K)
+    with torch.no_grad():
+        result = compiled(model, "onnxruntime", on_failure="raise")(x)
+        reference = copy.deepcopy(model).double()(x.double())
+        assert_closer(result, reference=reference, rival=model(x))
+    reasons = [node.declined.get("onnxruntime", "") for node in last_graph().nodes]
+    assert "ONNX Runtime would keep a quantised weight as floats" in reasons

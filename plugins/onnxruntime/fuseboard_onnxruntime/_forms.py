@@ -54,6 +54,9 @@ def why_no_form(node: Node) -> str | None:
 
 def why_not_claimed(node: Node) -> str | None:
     """The reason to decline a node of a captured graph, or None: its own, or that of a part."""
+    if getattr(node.target, "namespace", "") == "aten" and fuseboard.widens(node):
+        # Its sessions compute once what depends on weights alone.
+        return "ONNX Runtime would keep a quantised weight as floats"
     reason = why_not(node)
     if reason is not None or node.target not in _decompositions.table():
         return reason
