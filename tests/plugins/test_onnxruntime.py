@@ -467,6 +467,24 @@ def test_pointwise_work_is_not_native():
     assert not claim.native
 
 
+def test_a_quotient_of_sizes_is_of_the_dtype_of_the_tensor_beside_it(policy_measured):
+    """A batch norm in training divides by sizes, and multiplies by a quotient: doubles in ONNX."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    plain = copy.deepcopy(net)
+    fn = through(net, settle="first_call", measure_s=0.01)
+    for batch in (2, 3, 4):
+        x = rnd(batch, 2, 6, 6)
+        got, want = fn(x), plain(x)
+        torch.testing.assert_close(got, want)
+        got.pow(2).sum().backward()
+        want.pow(2).sum().backward()
+        torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
+    rows = [row for graph in ledger.graphs() for row in graph.candidates]
+    assert any("onnxruntime" in row.name for row in rows)
+    assert not all_trips()
+
+
 def test_tanh_is_left_to_eager_where_gradients_magnify_its_error():
     """1 - y * y of a y that is 4 units in the last place off; inference takes it."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(approximate="tanh"))

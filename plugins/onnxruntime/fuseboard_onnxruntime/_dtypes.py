@@ -98,6 +98,7 @@ TO_RESULT = frozenset(
         aten.cumsum.default,
         aten.prod.default,
         aten.prod.dim_int,
+        torch.ops.prims.div.default,
     }
 )
 #: Comparisons: their tensors are brought to their common dtype.
@@ -150,8 +151,9 @@ def _cast_inputs(
         if isinstance(arg, list | tuple):
             return type(arg)(map(cast, arg))
         value = arg.meta.get("val") if isinstance(arg, Node) else None
-        if isinstance(value, torch.SymInt):  # a 0-d int64 tensor in the model
-            value = node.meta["val"].new_empty((), dtype=torch.int64)
+        if isinstance(value, torch.SymInt | torch.SymFloat):  # a 0-d tensor in the model
+            wide = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
+            value = node.meta["val"].new_empty((), dtype=wide)
         if not isinstance(value, torch.Tensor) or value.dtype == dtype:
             return arg
         if arg not in casts:
