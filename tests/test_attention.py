@@ -818,6 +818,7 @@ def test_few_scores_whose_mask_has_a_gradient_are_left_as_written(least, monkeyp
     assert found() == 0
 
 
+@pytest.mark.thorough
 def test_transforms_are_left_as_they_are():
     """A second gradient, which fused kernels haven't."""
 

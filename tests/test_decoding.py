@@ -32,6 +32,7 @@ def tiny_llama() -> Any:
 
 @pytest.mark.parametrize("batch", [2, 1])
 @pytest.mark.parametrize("cache", GRAPHS)
+@pytest.mark.thorough
 def test_text_is_eagers_and_no_token_past_the_second_is_compiled(cache, batch):
     """64 tokens, with a padded prompt among several; symbols of the cache's length stay symbols."""
     model = tiny_llama()

@@ -147,6 +147,7 @@ def test_random_numbers_are_eagers():
 
 @pytest.mark.parametrize("backend", ["mkldnn", "onnxruntime"])
 @pytest.mark.parametrize("program", [conditional, loop, scanned], ids=lambda f: f.__name__)
+@pytest.mark.thorough
 def test_symbolic_sizes(program, backend):
     """Sizes that differ from call to call, without a further compile."""
     run = compiled(program, backend, dynamic=True, **options())

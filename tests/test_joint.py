@@ -183,6 +183,7 @@ def test_what_reads_a_buffer_that_the_call_overwrites(options, checkpointed):
 
 
 @pytest.mark.parametrize("knapsack", ["dp", "greedy"])
+@pytest.mark.thorough
 def test_the_knapsack_is_the_one_asked_for(knapsack, monkeypatch):
     """Of torch's solvers, the one of that name chooses."""
     from torch._functorch import partitioners

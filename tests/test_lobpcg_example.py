@@ -70,6 +70,7 @@ def test_eigenpairs_are_those_of_the_whole_spectrum(method, dense, generalized, 
 
 @pytest.mark.parametrize("method", ["basic", "ortho"])
 @pytest.mark.parametrize("generalized", [False, True])
+@pytest.mark.thorough
 def test_the_compiled_update_finds_the_same(method, generalized):
     """Through fuseboard on eager, one graph without P and one with it; as torch.lobpcg has them."""
     a, b = problem(generalized, dense=False)

@@ -74,6 +74,7 @@ def test_what_a_step_allocates():
     assert (eager.budget, whole.budget) == (None, 1.0)
 
 
+@pytest.mark.thorough
 def test_less_budget_saves_less():
     """Eager first, then each budget in order; the loss of the result is what is derived."""
     points = fuseboard.measure_memory(Deep(), (rnd(4096, 8),), budgets=[1, 0.5, 0], seconds=0)

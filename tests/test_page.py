@@ -329,6 +329,7 @@ def test_the_keyboard_does_it_all(opened):
     assert page.page.locator(".box[tabindex='0']").count() == 1
 
 
+@pytest.mark.thorough
 def test_what_is_folded_can_be_searched(opened):
     """/ goes to the search; a hit inside of what is folded is unfolded and shown."""
     page = opened(layered(24))
@@ -418,6 +419,7 @@ def test_it_is_accessible(opened, scheme, forced):
     assert problems == []
 
 
+@pytest.mark.thorough
 def test_light_and_dark_differ(opened):
     """The page follows the reader's choice."""
     colours = {
@@ -429,6 +431,7 @@ def test_light_and_dark_differ(opened):
     assert len(colours) == 2
 
 
+@pytest.mark.thorough
 def test_backends_differ_in_colour_and_pattern(opened):
     """Neither colour nor pattern is shared by the first eight, and each swatch has its name."""
     names = [f"backend-{i}" for i in range(8)]
@@ -447,6 +450,7 @@ def test_backends_differ_in_colour_and_pattern(opened):
     assert page.page.locator(".legend .tag").all_inner_texts() == names
 
 
+@pytest.mark.thorough
 def test_it_prints(opened):
     """On paper: no controls; a drawing fits a sheet, for which what is innermost is folded."""
     page = opened(layered(24))

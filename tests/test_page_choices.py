@@ -143,6 +143,7 @@ def widths(page: Page, selector: str) -> list[float]:
     )
 
 
+@pytest.mark.thorough
 def test_bars_are_as_long_as_calls_take(opened):
     """Four times as fast is a quarter as long; each bar has its whisker, each row the line."""
     page = opened(compared())
@@ -171,6 +172,7 @@ def test_the_winner_is_marked_by_more_than_colour(opened):
 
 
 @pytest.mark.parametrize("width", [320, 360, 1280])
+@pytest.mark.thorough
 def test_charts_fit_the_screen(opened, width):
     """Nothing scrolls sideways, and bars stay long enough to be compared."""
     page = opened(compared(), Profile(), viewport={"width": width, "height": 740})

@@ -113,6 +113,7 @@ def test_a_rank_that_never_comes_is_named(job):
     assert second["seen"] == "elsewhere"
 
 
+@pytest.mark.thorough
 def test_rank_0_that_never_decides_is_named(job):
     """Likewise for those that wait for its decision."""
     _, second = job("late")

@@ -338,6 +338,7 @@ def test_hidden_constants_are_copied_into_each_instance():
     assert all(region.ops.get("aten.full.default", 0) == 0 for region in shared)
 
 
+@pytest.mark.thorough
 def test_each_instance_is_wrapped_on_its_own():
     """A wrapper may hold what belongs to one place in the graph, such as a weight's address."""
     wrapped: list[str] = []

@@ -339,6 +339,7 @@ def test_the_page_s_data_is_escaped_and_deep_stacks_fit(tmp_path):
     assert nodes[-1] == [1501, 1501, 1]
 
 
+@pytest.mark.thorough
 def test_an_empty_profile_has_a_page(tmp_path, browser):
     """It says that there is nothing."""
     path = tmp_path / "empty.html"

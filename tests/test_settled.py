@@ -143,6 +143,7 @@ def test_a_terminal_shows_one_line_while_it_waits_and_nothing_after():
     assert on_screen(text) == []
 
 
+@pytest.mark.thorough
 def test_nothing_is_written_where_standard_error_is_no_terminal():
     """Logs stay clean."""
     done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, check=True)

@@ -555,6 +555,7 @@ def _until(happened):
 
 
 @pytest.mark.usefixtures("beside")
+@pytest.mark.thorough
 def test_what_is_proven_on_further_calls_answers_them():
     """In each process, and Dynamo's graph until then; an error within the budget is no trip."""
     model = Sum().eval()

@@ -41,6 +41,7 @@ def _floats(result: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.thorough
 def test_a_budget_is_kept_on_inputs_that_were_not_seen(name, monkeypatch):
     """Five of them, held against float64; no call is looked at after the first one."""
     monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.bfloat16)

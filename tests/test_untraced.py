@@ -15,7 +15,7 @@ from tests.support.values import rnd
 HOME = str(Path(fuseboard.__file__).parent)
 
 
-@pytest.mark.parametrize("settle", ["first_call", "background"])
+@pytest.mark.parametrize("settle", ["background", "first_call"])
 @pytest.mark.usefixtures("as_users_run_it")
 def test_a_gradient_within_a_compiled_frame(settle):
     """Dynamo's hook of Python's frames is on while autograd calls what the board put there."""

@@ -823,6 +823,7 @@ def test_a_forked_child_begins_anew():
 
 
 @pytest.mark.usefixtures("chosen")
+@pytest.mark.thorough
 def test_an_optimizer_steps_once_a_call():
     """Its graph holds the weights that it writes to, and is given them to be tried elsewhere."""
     weight = torch.nn.Parameter(torch.ones(4))

@@ -187,6 +187,7 @@ WRONG = """
 """
 
 
+@pytest.mark.thorough
 def test_code_that_is_wrong_for_some_sizes_never_answers_these(own_desk, plugin_module):
     """It is compared beside the calls on the first call of like sizes, and is given up."""
     plugin = plugin_module("wrong_beyond_31", WRONG)
@@ -292,6 +293,7 @@ def test_writes_to_inputs_whose_sizes_vary():
     assert len(made_again()) >= 2
 
 
+@pytest.mark.thorough
 def test_another_compile_recalls_it_for_other_first_sizes(monkeypatch):
     """As a later process does: the key has the symbols, not the sizes of the first call."""
     model = mlp()

@@ -84,6 +84,7 @@ def test_a_crash_says_code_step_and_last_line(monkeypatch):
     assert outcome.blames_arm
 
 
+@pytest.mark.thorough
 def test_a_worker_that_hangs_is_killed(monkeypatch):
     """With its helpers, at the limit, and the step in which it hung is named."""
     code = (

@@ -103,6 +103,7 @@ def test_attention_without_dropout_is_no_matter_of_random_numbers(random):
 
 
 @pytest.mark.parametrize("function", [torch.rand_like, torch.randn_like, torch.bernoulli])
+@pytest.mark.thorough
 def test_kernels_that_inductor_has_for_random_numbers(function):
     """With other numbers than eager's it would use them."""
     found = notes(lambda x: x + function(x), rnd(5).abs().clamp(max=1))

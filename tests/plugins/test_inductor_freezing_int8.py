@@ -47,7 +47,6 @@ def run(model: Layers) -> None:
 @pytest.mark.parametrize(
     "kind", ["linear", pytest.param("convolution", marks=pytest.mark.thorough)]
 )
-@pytest.mark.whole
 def test_quantised_products_are_frozen(kind, monkeypatch):
     """The whole graph, with packed weights that a recipe makes."""
     monkeypatch.setattr(_int8, "is_cut_off", lambda: False)  # the weights are such that it isn't

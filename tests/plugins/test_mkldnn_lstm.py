@@ -66,6 +66,7 @@ def test_given_states_are_used():
     assert fusions() == ["lstm"] * 2
 
 
+@pytest.mark.thorough
 def test_symbolic_sizes():
     """Weights packed once serve any length and batch."""
     model = nn.LSTM(5, 6).eval()

@@ -89,6 +89,7 @@ def test_what_lies_between_3d_convolutions():
     run(Model(), rnd(2, 4, 5, 6, 7))
 
 
+@pytest.mark.thorough
 def test_symbolic_sizes_of_volumes():
     """A weight packed for one size serves others."""
     model = nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU(), nn.Conv3d(4, 2, 1)).eval()

@@ -222,6 +222,7 @@ def test_blocks_of_rows(monkeypatch):
         check(MODELS[name](), rnd(3, K))
 
 
+@pytest.mark.thorough
 def test_memory_holds_no_float_weight():
     """Calls of a product with 16 million int8 weights need less than half of their floats."""
     program = """

@@ -141,6 +141,7 @@ def test_what_is_claimed_is_right_in_each_dtype(group):
     assert not found
 
 
+@pytest.mark.thorough
 def test_each_op_of_the_table_is_called():
     ops = {op for op in table() if isinstance(op, torch._ops.OpOverload)}
     # test_onnxruntime_int8.py calls PT2E's

@@ -167,6 +167,7 @@ def test_a_later_compile_takes_the_records(monkeypatch):
         b'"trials": 3, "seconds": 4}',
     ],
 )
+@pytest.mark.thorough
 def test_damaged_records(damage):
     """They are searched for again, or told of; the result is right in any case."""
     records = Records()
@@ -207,6 +208,7 @@ def test_wrong_values_are_not_used(monkeypatch):
     assert "its values are wrong" in region.notes[0]
 
 
+@pytest.mark.thorough
 def test_the_budget(monkeypatch):
     """Two ops share it evenly, and each search exceeds its share by one trial at most."""
     clock = [0.0]
