@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import fuseboard
+from fuseboard.fuse import narrow
 from fuseboard.profile.judge.accuracy import Metric
 from fuseboard.torch_api import formats
 from tests.support import transformers_models as models
@@ -18,7 +19,9 @@ from tests.support.eager_loses import MEASURE
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("policy_measured")
 
-TOLERANCE = 1e-2
+#: Of each format.
+TOLERANCES = {"bfloat16": 1e-2, "int8": 5e-2}
+TOLERANCE = TOLERANCES["bfloat16"]
 #: What errors on other inputs may be, in terms of the budget.
 FACTOR = 1.5
 
@@ -40,23 +43,33 @@ def _floats(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if leaf.is_floating_point()]
 
 
+def _narrow_to(number_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer one format alone; what the processor hasn't is computed all the same."""
+    wanted = torch.bfloat16 if number_format == "bfloat16" else None
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == wanted)
+    if wanted is not None:
+        monkeypatch.setattr(narrow, "narrowing_to_int8", lambda graph: None)
+
+
+@pytest.mark.parametrize("number_format", TOLERANCES)
 @pytest.mark.parametrize("name", models.MODELS)
 @pytest.mark.thorough
-def test_a_budget_is_kept_on_inputs_that_were_not_seen(name, monkeypatch):
+def test_a_budget_is_kept_on_inputs_that_were_not_seen(name, number_format, monkeypatch):
     """Five of them, held against float64; no call is looked at after the first one."""
-    monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.bfloat16)
+    _narrow_to(number_format, monkeypatch)
+    tolerance = TOLERANCES[number_format]
     monkeypatch.setattr("fuseboard.pipeline.stages.FURTHER_CALLS", 0)
     model, inputs, _ = models.eager_model(name)
     model.eval()
     precise = copy.deepcopy(model).double()
     options = {"backends": ["eager"], "margin": 0.0, "stages": {"measure": MEASURE}}
-    run = torch.compile(model, backend="fuseboard", options={**options, "tolerance": TOLERANCE})
+    run = torch.compile(model, backend="fuseboard", options={**options, "tolerance": tolerance})
     with torch.no_grad():
         run(**inputs)
         rows = [row for graph in fuseboard.last_report().graphs for row in graph.candidates]
-        narrow = [row for row in rows if row.tolerance]
-        assert narrow
-        assert all((row.error <= TOLERANCE) == (row.state == "chosen") for row in narrow)
+        lossy = [row for row in rows if row.tolerance]
+        assert lossy
+        assert all((row.error <= tolerance) == (row.state == "chosen") for row in lossy)
         for seed in range(5):
             own = _others(inputs, seed)
             wide = {
@@ -67,12 +80,12 @@ def test_a_budget_is_kept_on_inputs_that_were_not_seen(name, monkeypatch):
             }
             for got, want in zip(_floats(run(**own)), _floats(precise(**wide)), strict=True):
                 assert got.dtype == torch.float32
-                assert Metric("norm").distance(got, want) <= FACTOR * TOLERANCE
+                assert Metric("norm").distance(got, want) <= FACTOR * tolerance
 
 
 def test_an_outlying_channel_is_not_narrowed_away(monkeypatch):
     """A channel a thousand times as large as the others, whose results are held to the budget."""
-    monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.bfloat16)
+    _narrow_to("bfloat16", monkeypatch)
     torch.manual_seed(0)
     layers = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
     model = torch.nn.Sequential(*layers).eval()

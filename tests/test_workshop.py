@@ -22,6 +22,7 @@ from fuseboard.report.data import ledger
 from fuseboard.workshop import life as lives_module
 from fuseboard.workshop import process
 from fuseboard.workshop.chosen import Chosen
+from fuseboard.workshop.loading import NotLoaded
 from fuseboard.workshop.request import Answer
 from fuseboard.workshop.slices import Slices
 from fuseboard.workshop.states import GraphState
@@ -268,6 +269,33 @@ def test_a_program_that_is_kept_but_whose_code_is_gone_is_tried_anew(tmp_path):
         assert fuseboard.wait(120)
         torch.testing.assert_close(run(x), model(x))
     assert [region.backend for region in loaded()[0].regions] == ["inductor"]
+
+
+@pytest.mark.usefixtures("chosen")
+def test_what_can_not_be_loaded_is_tried_anew_once(monkeypatch):
+    """Then a call compiles it: another answer of the workshop's would be no better."""
+    model, x = mlp(), torch.randn(8, 64)
+    request, asked = lives_module.Life.request, []
+
+    def noted(life, directory):
+        asked.append(life)
+        return request(life, directory)
+
+    def load(*arguments):
+        raise NotLoaded("an op is missing")
+
+    with torch.no_grad():
+        pinned(model)(x)
+        assert fuseboard.wait(120)
+        torch._dynamo.reset()
+        monkeypatch.setattr(lives_module.Life, "request", noted)
+        monkeypatch.setattr("fuseboard.workshop.life.load", load)
+        run = pinned(model)
+        run(x)
+        assert fuseboard.wait(120)
+        torch.testing.assert_close(run(x), model(x))
+    assert len(asked) == 1
+    assert any("an op is missing" in note for note in fuseboard.last_report().graphs[-1].notes)
 
 
 class Net(torch.nn.Module):

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Fusion, Narrowing
+from fuseboard.fuse.narrow_integers import narrowing_to_int8
 from fuseboard.fuse.reading import dtype_of, value_of
 from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
@@ -42,11 +43,13 @@ _MOVES = frozenset({aten.clone.default, aten._unsafe_view.default})
 
 @hookimpl
 def fuseboard_narrow(graph: GraphModule) -> list[Narrowing] | None:
-    """Offer products in half types for which the device has instructions."""
+    """Offer products in half types for which the device has instructions, and in integers."""
     products = [node for node in graph.graph.nodes if _is_product(node)]
     if not products:
         return None
-    return [_narrowing(graph, products, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    found = [_narrowing(graph, products, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    in_integers = narrowing_to_int8(graph)
+    return found if in_integers is None else [*found, in_integers]
 
 
 def _narrowing(graph: GraphModule, products: Sequence[Node], dtype: torch.dtype) -> Narrowing:

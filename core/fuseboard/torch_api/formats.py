@@ -33,6 +33,17 @@ def has_products_of(dtype: torch.dtype, device_type: str) -> bool:
     return _says(torch.ops.mkldnn, _ONEDNN[dtype])
 
 
+@functools.cache
+def adds_products_of_bytes() -> bool:
+    """Whether the CPU adds products of two bytes in 32 bits.
+
+    Those of x86 without VNNI add pairs of products in 16 bits, and cut off what is larger.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return _says(torch.cpu, "_is_vnni_supported")
+
+
 def _says(owner: Any, name: str) -> bool:
     """What a probe says, where this torch has it."""
     probe = getattr(owner, name, None)

@@ -9,6 +9,7 @@ that call them.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from fuseboard.run.checked import RegionChecks
 from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
+from fuseboard.torch_api import custom_ops
 from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.dynamo_graphs import tracing_apart
 from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
@@ -93,6 +95,7 @@ class CarriedProgram:
     :ivar mutated: positions of the inputs that a call writes to.
     :ivar spreads: how far apart roundings brought its results and those of Dynamo's graph.
     :ivar condition: which calls it answers; None where all sizes are plain.
+    :ivar op_modules: those that define ops of its graphs.
     """
 
     bundle: bytes
@@ -104,6 +107,7 @@ class CarriedProgram:
     autocast: bool
     spreads: Spreads
     condition: SizeCondition | None
+    op_modules: tuple[str, ...]
 
 
 class NotCarried(Exception):
@@ -139,12 +143,19 @@ def pack(
             autocast=call.autocast,
             spreads=spreads,
             condition=condition(),
+            op_modules=_op_modules(records),
         )
         return pickle.dumps(program)
     except (LoweringError, NoCondition) as error:
         raise NotCarried(str(error)) from error
     except Exception as error:  # whatever the code of an object in it raises when it is pickled
         raise NotCarried(error_text(error)) from error
+
+
+def _op_modules(records: Sequence[Record]) -> tuple[str, ...]:
+    graphs = (one for record in records for one in (record.staged.captured, record.staged.graph))
+    found = {name for graph in graphs for name in custom_ops.defining_modules(graph)}
+    return tuple(sorted(found - {custom_ops.MAIN}))
 
 
 def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
@@ -214,6 +225,8 @@ def unpack(
     from fuseboard.torch_api.bundles import from_bundle
 
     carried: CarriedProgram = pickle.loads(data)
+    for name in carried.op_modules:  # of ops that a rewrite brought: this process may not have them
+        importlib.import_module(name)
     call = GraphCall(session, graph, frame, number)
     call.mutated, call.input_count, call.autocast = carried.mutated, carried.count, carried.autocast
     by_entry = {one.entry: one for one in carried.graphs}

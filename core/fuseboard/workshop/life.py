@@ -361,7 +361,7 @@ class Life:
     def _not_loaded(self, error: NotLoaded) -> Next:
         """What an earlier process kept is asked about anew, once."""
         if self._is_recalled:
-            self._may_look, self._program = False, None
+            self._may_look, self._is_recalled, self._program = False, False, None
             self._machine.change(GraphState.WATCHING)
             self._report.note(f"tried anew: {error}")
             return Next.ASK

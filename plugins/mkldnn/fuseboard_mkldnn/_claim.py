@@ -16,7 +16,7 @@ from fuseboard_mkldnn._layer_norm import layer_norms
 from fuseboard_mkldnn._linear import is_linear
 from fuseboard_mkldnn._lstm import is_lstm
 from fuseboard_mkldnn._pointwise import post_op
-from fuseboard_mkldnn._quantised import is_quantised_product, weight_of
+from fuseboard_mkldnn._quantised import floats_of, is_quantised_product, weight_of
 from fuseboard_mkldnn._quantised_ops import rounds_or_widens
 from fuseboard_mkldnn._transposed import is_transposed
 from fuseboard_mkldnn._weight_only import find_weight_only
@@ -103,7 +103,7 @@ def _from_placeholders(graph: GraphModule) -> set[Node]:
 def _is_main(node: Node, weights: set[Node]) -> bool:
     """Whether oneDNN may run a node better than eager does."""
     if is_quantised_product(node):
-        return weight_of(node) in weights
+        return floats_of(weight_of(node)) in weights
     if is_convolution(node) or is_transposed(node):
         return node.args[1] in weights
     if is_lstm(node):

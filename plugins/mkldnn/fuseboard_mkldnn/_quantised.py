@@ -75,6 +75,12 @@ def weight_of(node: Node) -> Node:
     return _dequantised_weight(_operands(node)[1]).args[0]
 
 
+def floats_of(held: Node) -> Node:
+    """The floats that a weight's integers were rounded from, where the graph rounds it."""
+    rounds = calls(held, *overloads_of("quantize_per_channel", "default"))
+    return held.args[0] if rounds else held  # type: ignore[return-value]
+
+
 def _operands(node: Node) -> tuple[Any, Any]:
     return (node.args[-2], node.args[-1]) if is_linear(node) else (node.args[0], node.args[1])
 
