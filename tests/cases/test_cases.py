@@ -144,13 +144,6 @@ def test_case_with_an_engine_of_its_own(modules, name, engine):
 
 
 @pytest.mark.slow
-@vendored_case
-def test_case_in_default_order(modules, name):
-    """With every backend that doesn't wait to be named, by priority; Inductor is among them."""
-    run(modules, "cases_dev", name, None)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("_measured")
 @vendored_case
 def test_case_as_users_run_it(modules, name):
