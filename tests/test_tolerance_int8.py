@@ -13,7 +13,6 @@ from torch import nn
 
 import fuseboard
 from fuseboard.fuse import narrow_integers
-from fuseboard.torch_api import formats
 from tests.support.eager_loses import MEASURE
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +67,7 @@ def linear(layer, x, steps):
 @pytest.mark.parametrize("backend", ["eager", "mkldnn"])
 def test_values_are_those_of_integers(whole, backend, monkeypatch):
     """A byte's steps, or half of them where the CPU can't add products of more."""
-    monkeypatch.setattr(formats, "adds_products_of_bytes", lambda: whole)
+    monkeypatch.setattr(narrow_integers, "cuts_off_int8_sums", lambda: not whole)
     layer, x = nn.Linear(96, 64).eval(), torch.randn(4, 9, 96)
     with torch.no_grad():
         got = compiled(layer, *{backend} - {"eager"})(x)

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from fuseboard.report.settled import on_settled
     from fuseboard.run.eager import lower_eagerly
     from fuseboard.run.weights import refresh
+    from fuseboard.torch_api.formats import cuts_off_int8_sums
     from fuseboard.torch_api.internals import real_tensors
 
 _HOMES = {
@@ -147,6 +148,7 @@ _HOMES = {
     "fuseboard.report.settled": ("on_settled",),
     "fuseboard.explanations.explanation": ("Explanation", "explain", "last_report"),
     "fuseboard.forks": ("fork_safe_lock",),
+    "fuseboard.torch_api.formats": ("cuts_off_int8_sums",),
     "fuseboard.torch_api.internals": ("real_tensors",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -202,6 +204,7 @@ __all__ = [
     "claim_composites",
     "claim_nodes",
     "claim_patterns",
+    "cuts_off_int8_sums",
     "decompose",
     "explain",
     "find_composites",

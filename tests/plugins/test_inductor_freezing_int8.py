@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuseboard_inductor import _int8
+import fuseboard
 from tests.support.backends import all_trips, compiled, last_graph
 from tests.support.freezing import NAME
 from tests.support.quantised import REDUCED, UNSIGNED, Convolution, Grid, Linear, Quantised
@@ -49,7 +49,8 @@ def run(model: Layers) -> None:
 )
 def test_quantised_products_are_frozen(kind, monkeypatch):
     """The whole graph, with packed weights that a recipe makes."""
-    monkeypatch.setattr(_int8, "is_cut_off", lambda: False)  # the weights are such that it isn't
+    # The weights are such that none is.
+    monkeypatch.setattr(fuseboard, "cuts_off_int8_sums", lambda: False)
     run(Layers(kind))
     (region,) = last_graph().regions
     assert (region.backend, region.hoisted) == (NAME, 1)
@@ -58,7 +59,7 @@ def test_quantised_products_are_frozen(kind, monkeypatch):
 @pytest.mark.thorough
 def test_a_changed_weight_is_noticed(monkeypatch):
     """Code with frozen integers isn't used for others."""
-    monkeypatch.setattr(_int8, "is_cut_off", lambda: False)
+    monkeypatch.setattr(fuseboard, "cuts_off_int8_sums", lambda: False)
     model = Layers("linear")
     fn, x = compiled(model, NAME, "eager"), model.inputs()
     with torch.no_grad():
@@ -71,7 +72,7 @@ def test_a_changed_weight_is_noticed(monkeypatch):
 @pytest.mark.thorough
 def test_a_result_of_a_part_of_its_range_is_rounded_apart(monkeypatch):
     """Inductor's kernels cut off at the ends of the dtype alone."""
-    monkeypatch.setattr(_int8, "is_cut_off", lambda: False)
+    monkeypatch.setattr(fuseboard, "cuts_off_int8_sums", lambda: False)
     run(Layers("linear", between=(0.01, 7, *REDUCED)))
     assert len(last_graph().regions) > 1
 
@@ -79,6 +80,6 @@ def test_a_result_of_a_part_of_its_range_is_rounded_apart(monkeypatch):
 @pytest.mark.thorough
 def test_sums_that_are_cut_off_are_left_to_floats(monkeypatch):
     """Without VNNI, integers beyond 128 aren't multiplied as such."""
-    monkeypatch.setattr(_int8, "is_cut_off", lambda: True)
+    monkeypatch.setattr(fuseboard, "cuts_off_int8_sums", lambda: True)
     run(Layers("linear", given=(0.03, 120, *UNSIGNED)))
     assert any(region.backend == "eager" for region in last_graph().regions)

@@ -69,7 +69,7 @@ class _Pending:
         try:
             return self.load()
         except Exception:
-            raise
+            raise  # the caller tells it, with its class
         except containable() as error:
             if isinstance(error, SystemExit):
                 raised = f"called sys.exit({'' if error.code is None else repr(error.code)})"

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from fuseboard.contracts import Fusion, Narrowing
 from fuseboard.fuse.reading import dtype_of, value_of
 from fuseboard.fuse.writing import Writer
-from fuseboard.torch_api import formats
+from fuseboard.torch_api.formats import cuts_off_int8_sums
 from fuseboard.torch_api.quantised_ops import quantised_ops
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def narrowing_to_int8(graph: GraphModule) -> Narrowing | None:
     layers = [node for node in graph.graph.nodes if _is_layer(node)]
     if not layers or quantised_ops() is None:
         return None
-    whole = formats.adds_products_of_bytes()
+    whole = not cuts_off_int8_sums()
     narrower = _Narrower(graph, 255 if whole else 127)
     steps = "256 steps" if whole else "128 steps, since the CPU can't add products of more"
     return Narrowing(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fuseboard.torch_api.internals import real_tensors
+
 #: Of x86. oneDNN says that it supports bfloat16 wherever there is AVX-512, and casts there.
 _X86_BFLOAT16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 _ONEDNN = {
@@ -34,14 +36,24 @@ def has_products_of(dtype: torch.dtype, device_type: str) -> bool:
 
 
 @functools.cache
-def adds_products_of_bytes() -> bool:
-    """Whether the CPU adds products of two bytes in 32 bits.
+def cuts_off_int8_sums() -> bool:
+    """Whether oneDNN's int8 products come out wrong on this CPU, as on those without VNNI.
 
-    Those of x86 without VNNI add pairs of products in 16 bits, and cut off what is larger.
+    These add pairs of products of two bytes in 16 bits, and cut off what is larger. It is found by
+    a small product, of which each sum would be.
     """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    return _says(torch.cpu, "_is_vnni_supported")
+    operators: Any = torch.ops.onednn
+    if not hasattr(operators, "qlinear_prepack") or not torch.backends.mkldnn.is_available():
+        return False  # there are no such kernels
+    with real_tensors():
+        x = torch.full((16, 64), 255, dtype=torch.uint8, device="cpu")
+        weight = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
+        scales = torch.ones(32, device="cpu")
+        zeros = torch.zeros(32, dtype=torch.int32, device="cpu")
+        packed = operators.qlinear_prepack(weight, [16, 64])
+        further: Any = (None, 1.0, 0, torch.float32, "none", [], "")
+        sums = operators.qlinear_pointwise(x, 1.0, 0, packed, scales, zeros, *further)
+        return bool((sums != 64 * 255 * 127).any())
 
 
 def _says(owner: Any, name: str) -> bool:

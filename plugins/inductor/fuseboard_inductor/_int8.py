@@ -6,7 +6,6 @@ dequantise and quantise into one kernel.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def why_not(node: Node) -> str:
     if name == "quantized_decomposed::quantize_per_tensor" and _is_narrow(node):
         return "Inductor's int8 products cut results off at the ends of their dtype alone"
     if name == "quantized_decomposed::dequantize_per_tensor" and _reaches_beyond(node):
-        if is_cut_off():
+        if fuseboard.cuts_off_int8_sums():
             return "oneDNN adds int8 products in pairs, in 16 bits, on a CPU without VNNI"
     return ""
 
@@ -42,20 +41,3 @@ def _reaches_beyond(node: Node) -> bool:
     value = held.meta.get("val")
     high: Any = node.args[4]
     return value is not None and value.dtype == torch.uint8 and high > _LARGEST
-
-
-@cache
-def is_cut_off() -> bool:
-    """Whether a sum of products comes out wrong on this CPU."""
-    operators: Any = torch.ops.onednn
-    if not hasattr(operators, "qlinear_prepack") or not torch.backends.mkldnn.is_available():
-        return False  # there are no such kernels
-    with fuseboard.real_tensors():
-        x = torch.full((16, 64), 255, dtype=torch.uint8, device="cpu")
-        weight = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
-        scales = torch.ones(32, device="cpu")
-        zeros = torch.zeros(32, dtype=torch.int32, device="cpu")
-        packed = operators.qlinear_prepack(weight, [16, 64])
-        further = (None, 1.0, 0, torch.float32, "none", [], "")
-        sums = operators.qlinear_pointwise(x, 1.0, 0, packed, scales, zeros, *further)
-        return bool((sums != 64 * 255 * 127).any())

@@ -172,21 +172,6 @@ def integer_pool() -> Any:
 
 
 @cache
-def int8_is_cut_off() -> bool:
-    """Whether sums of two products are cut off at 16 bits, as they are on CPUs without VNNI."""
-    operators: Any = torch.ops.onednn
-    with fuseboard.real_tensors():
-        x = torch.full((16, 64), 255, dtype=torch.uint8, device="cpu")
-        weight = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
-        ones = torch.ones(32, device="cpu")
-        zeros = torch.zeros(32, dtype=torch.int32, device="cpu")
-        packed = operators.qlinear_prepack(weight, [16, 64])
-        numbers = (None, 1.0, 0, torch.float32, "none", [], "")
-        sums = operators.qlinear_pointwise.default(x, 1.0, 0, packed, ones, zeros, *numbers)
-        return bool((sums != 64 * 255 * 127).any())
-
-
-@cache
 def int8_product() -> Any:
     """The operator of a product with an int8 weight; None as above."""
     if any(_differs(name, names) for name, names in EXPECTED_WEIGHT_ONLY.items()):
@@ -246,7 +231,7 @@ def fingerprint() -> str:
     operators = (transposed_convolution(), lstm_layer(), int8_product(), int4_product())
     optional = (
         *(has_mkl(), *(one is not None for one in operators)),
-        *(has_int8(), has_int8() and int8_is_cut_off()),
+        *(has_int8(), has_int8() and fuseboard.cuts_off_int8_sums()),
     )
     halves = f"bf16={bfloat16_supported()}, fp16={float16_supported()}"
     return f"torch {torch.__version__}, {capability}, {halves}, {optional}"

@@ -302,7 +302,7 @@ def _bias(edit: Editor, bias: Node | None) -> Node | None:
 
 
 def _needs_halves(integers: Node) -> bool:
-    return _ops.int8_is_cut_off() and largest(integers) > kernels.LARGEST_HALF
+    return fuseboard.cuts_off_int8_sums() and largest(integers) > kernels.LARGEST_HALF
 
 
 def largest(node: Node) -> int:
