@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         StackFrame,
         StackSample,
         Trip,
+        TuningRecords,
         Verdict,
     )
     from fuseboard.engines import Engine, why_unavailable
@@ -100,6 +101,7 @@ _HOMES = {
         "StackFrame",
         "StackSample",
         "Trip",
+        "TuningRecords",
         "Verdict",
     ),
     "fuseboard.engines": ("Engine", "why_unavailable"),
@@ -196,6 +198,7 @@ __all__ = [
     "StackFrame",
     "StackSample",
     "Trip",
+    "TuningRecords",
     "Verdict",
     "WrongValues",
     "claim_composites",

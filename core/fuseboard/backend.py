@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
+from fuseboard.capture.known_indices import write_known_indices
 from fuseboard.capture.original import fix_negative_bases
 from fuseboard.capture.unfit_graphs import take_out_inference_mode, why_not_supported
 from fuseboard.capture.untraced_modes import why_untraced
@@ -83,6 +84,7 @@ def _answered(
             session.notes.append(problem)
         _refuse_untraced(session, graph)
         fix_negative_bases(graph)
+        write_known_indices(graph)
         run = _in_its_inference_mode(compiler, session, graph, inputs)
     return _under_its_modes(run)
 

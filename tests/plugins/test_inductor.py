@@ -264,3 +264,21 @@ def test_a_compiler_that_isn_t_there_is_told_before_anything_is_compiled(name, m
         info = plugin.fuseboard_backend()
         assert "cpu" not in info.device_types or not info.available
         assert info.available or repr(name) in info.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_rounded_between_fused_ops(dtype):
+    """What eager loses, or lets overflow, is lost: nothing in between has a float32's digits."""
+
+    def chain(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.to(dtype)
+        return ((y + 1e-3) - y).float(), (y * y * y).float() * w, torch.sigmoid(y * 3.1) - y
+
+    x, w = rnd(20), rnd(20)
+    x[0] = 500.0
+    torch._dynamo.reset()
+    with torch.no_grad():
+        results = compiled(chain, "inductor", min_region_us=0)(x, w)
+        torch.testing.assert_close(results, chain(x, w), rtol=0, atol=0)
+    assert all_trips() == []
+    assert [region.backend for region in last_graph().regions] == ["inductor"]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fuseboard.torch_api.views import eager_view_strides
 
@@ -353,3 +354,23 @@ def _copied(container: Any) -> Any:
             key: list(item) if isinstance(item, list) else item for key, item in container.items()
         }
     return list(container)
+
+
+def guarded_number(placeholder: Node) -> int | None:
+    """The number in the 0-d tensor that an input of Dynamo's graph is, if it guards on that.
+
+    None where it doesn't. Read in ``torch/_subclasses/fake_tensor.py`` of 2.13: the number of a 0-d
+    integer on the CPU has a symbol, known by its source, which is fixed once something depends on
+    it. (``item_memo`` has it, too, until the graph writes to the tensor.)
+    """
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    mode = getattr(placeholder.meta.get("example_value"), "fake_mode", None)
+    symbols = getattr(getattr(mode, "shape_env", None), "source_to_var", None)
+    if source is None or not symbols:
+        return None
+    from torch._dynamo.source import CallMethodItemSource
+
+    name: Any = CallMethodItemSource(source).name
+    symbol = symbols.get(name() if callable(name) else name)
+    number = None if symbol is None else mode.shape_env.replace(symbol)
+    return int(number) if getattr(number, "is_Integer", False) else None

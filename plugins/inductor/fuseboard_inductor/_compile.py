@@ -53,7 +53,8 @@ def joint_passes(graph: GraphModule, random: str) -> list[Fusion]:
         from torch._inductor.virtualized import V
 
         values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
-        with config.patch(fallback_random=random == "eager"), fake_mode_of(values) as mode:
+        settings = {"fallback_random": random == "eager", **roundings(graph)}
+        with config.patch(settings), fake_mode_of(values) as mode:
             with V.set_fake_mode(mode) if mode is not None else contextlib.nullcontext():
                 result = joint_graph_passes(graph)
         if result is not graph:
@@ -100,6 +101,7 @@ def lower_region(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
             if region.kind == "inference":
                 graph = joint_graph_passes(graph)
             drop_dead_items(graph)
+            mark_roundings(graph)
             output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
             output.meta["user_visible_output_idxs"] = [
                 i for i, value in enumerate(output.args[0]) if isinstance(value, Node)
@@ -157,6 +159,7 @@ def settings_of(region: Region) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "fallback_random": region.random == "eager",
         "keep_output_stride": True,
+        **roundings(region.graph),
     }
     if options is not None:
         settings["max_autotune"] = getattr(options, "max_autotune", False)
@@ -164,6 +167,38 @@ def settings_of(region: Region) -> dict[str, Any]:
             settings["cpp_wrapper"] = True
         settings.update(options.config)
     return settings
+
+
+def roundings(graph: GraphModule) -> dict[str, Any]:
+    """The setting that keeps eager's roundings to half types between fused ops, if there are any.
+
+    Inductor computes in float32, and by default a result that is read by the same kernel isn't
+    rounded: ``(x.half() * x.half()).float()`` is finite where eager's is infinite, and a sum less
+    one of its terms isn't what eager leaves of it (pytorch#183607, pytorch#185337).
+    """
+    from torch._inductor import config
+
+    wanted = hasattr(config, "emulate_precision_casts") and any(map(_rounds, graph.graph.nodes))
+    return {"emulate_precision_casts": True} if wanted else {}
+
+
+def mark_roundings(graph: GraphModule) -> None:
+    """Mark the ops that round to a half type, or read one.
+
+    torch marks them while it traces under the setting (``_maybe_record_pointwise_barrier`` of
+    ``torch/fx/experimental/proxy_tensor.py``); this graph was traced without it. Without the
+    setting the marks say nothing.
+    """
+    for node in graph.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and (
+            _rounds(node) or any(map(_rounds, node.all_input_nodes))
+        ):
+            node.meta["low_precision_pointwise_barrier"] = True
+
+
+def _rounds(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
 
 def telling_strides(graph: GraphModule) -> contextlib.AbstractContextManager[None]:

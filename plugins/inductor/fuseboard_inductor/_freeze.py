@@ -82,6 +82,7 @@ def compile_frozen(
         graph = _compile.joint_graph_passes(graph)
         own = _constants(graph)
         graph, recipe, layouts = _freeze(graph, weights, inputs)
+        _compile.mark_roundings(graph)
         with _fallbacks.counting() as fallbacks:
             compiled: Any = compile_fx_inner(
                 graph, others, static_input_idxs=[], is_inference=True, layout_opt=layouts

@@ -22,6 +22,8 @@ _SCATTERS = {
     "scatter_reduce",
 }
 
+_EXTREMES = {"amax", "amin", "aminmax", "argmax", "argmin", "max", "min"}
+
 
 def why_not(node: Node) -> str | None:
     """The reason to decline a node, or None."""
@@ -51,6 +53,17 @@ def _rounds_up(node: Node) -> bool:
     return bool(arguments.get("ceil_mode"))
 
 
+def _reads_bytes(node: Node) -> bool:
+    """One tensor of 8-bit integers, on the CPU."""
+    values = [one.meta.get("val") for one in node.all_input_nodes]
+    return len(values) == 1 and any(
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.dtype in (torch.int8, torch.uint8)
+        for value in values
+    )
+
+
 def _by_name(node: Node) -> dict[str, Any]:
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given: dict[str, Any] = {
@@ -69,5 +82,10 @@ _RULES: Sequence[tuple[Callable[[str], bool], Callable[[Node], bool], str]] = (
         lambda name: name in {"avg_pool2d_backward", "avg_pool3d_backward"},
         _rounds_up,
         "gradient of average pooling with ceil_mode is wrong (pytorch#198119)",
+    ),
+    (
+        _EXTREMES.__contains__,
+        _reads_bytes,
+        "the extreme of 16 or more 8-bit integers may come out as 0 (pytorch#191499)",
     ),
 )
