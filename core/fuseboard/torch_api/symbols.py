@@ -365,12 +365,13 @@ def guarded_number(placeholder: Node) -> int | None:
     """
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     mode = getattr(placeholder.meta.get("example_value"), "fake_mode", None)
-    symbols = getattr(getattr(mode, "shape_env", None), "source_to_var", None)
+    env: Any = getattr(mode, "shape_env", None)
+    symbols = getattr(env, "source_to_var", None)
     if source is None or not symbols:
         return None
     from torch._dynamo.source import CallMethodItemSource
 
     name: Any = CallMethodItemSource(source).name
     symbol = symbols.get(name() if callable(name) else name)
-    number = None if symbol is None else mode.shape_env.replace(symbol)
+    number: Any = None if symbol is None else env.replace(symbol)
     return int(number) if getattr(number, "is_Integer", False) else None
