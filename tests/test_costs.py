@@ -124,6 +124,8 @@ def test_numbers_that_arent_finite_are_none(costs, path):
         {"parts": {"graph": "g", "threads": 2}},
         {"candidates": (CandidateCost("inductor", latency_us="10"),)},
         {"candidates": (CandidateCost("inductor", peak_bytes=object()),)},
+        {"candidates": (CandidateCost("inductor", exact=(3,)),)},
+        {"candidates": (CandidateCost("inductor", exact="addmm_3"),)},
     ],
 )
 def test_what_could_not_be_read_back_is_not_recorded(costs, changes):

@@ -34,7 +34,8 @@ QUICK = {"compiles_quickly": True}
 
 @pytest.fixture(autouse=True)
 def _measured(policy_measured, monkeypatch):
-    """Choices are measured, within calls. Integers, which every CPU has, are left out."""
+    """Choices are measured, within calls, and no format is offered, whatever the CPU has."""
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, device_type: False)
     monkeypatch.setattr(narrow, "narrowing_to_int8", lambda graph: None)
 
 
@@ -300,9 +301,8 @@ def test_modules_with_different_budgets_are_different_candidates():
     assert rows["eager in bfloat16"].state == "chosen"
 
 
-def test_a_processor_without_the_format_says_so(monkeypatch):
+def test_a_processor_without_the_format_says_so():
     """Nothing is emulated."""
-    monkeypatch.setattr(formats, "has_products_of", lambda dtype, device_type: False)
     model, x = mlp(), torch.randn(8, 64)
     with torch.no_grad():
         assert torch.equal(compiled(model, tolerance=1e-2)(x), model(x))
@@ -543,7 +543,8 @@ def test_another_budget_is_another_decision():
 
 @pytest.fixture
 def beside(monkeypatch, as_users_run_it, chosen):
-    """Graphs are tried in the workshop, where a plugin narrows whatever the processor has."""
+    """Graphs are tried in the workshop, where one plugin alone narrows, whatever the CPU has."""
+    monkeypatch.setenv("FUSEBOARD_BLOCK", '["narrow"]')
     monkeypatch.setattr(background, "_unsettled", type(background._unsettled)())
     with registered(narrowing, narrowing.NAME):
         yield

@@ -13,6 +13,7 @@ from torch import nn
 
 import fuseboard
 from fuseboard.fuse import narrow_integers
+from fuseboard.torch_api import formats
 from tests.support.eager_loses import MEASURE
 
 ROOT = Path(__file__).parent.parent
@@ -20,8 +21,9 @@ INT8 = "eager in int8"
 
 
 @pytest.fixture(autouse=True)
-def _measured(policy_measured):
-    """Choices are measured, within calls."""
+def _measured(policy_measured, monkeypatch):
+    """Choices are measured, within calls, and no other format is offered, whatever the CPU has."""
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, device_type: False)
 
 
 def compiled(target, *backends, **options):

@@ -222,7 +222,8 @@ class Narrowing:
     :ivar format: names it, such as ``bfloat16``: candidates are called ``mkldnn in bfloat16``.
     :ivar changes: what it narrows and what it leaves, in a few words for the report.
     :ivar fusions: rewrites of the graph that the hook was given. Each may be applied without the
-        others: ``tolerance`` may leave out modules. Inputs and outputs must keep their dtypes.
+        others: ``tolerance`` may leave out modules, and what causes too large an error. Inputs and
+        outputs must keep their dtypes.
     :ivar problem: why it isn't offered here, such as instructions that the processor lacks, without
         which it would be emulated, slower than float32; "" where it is.
     """

@@ -112,6 +112,8 @@ def _templates() -> Environment:
         why=choices.why,
         pending=choices.pending,
         scaled=choices.scaled,
+        part=choices.part,
+        by_error=choices.by_error,
         untried=choices.untried,
         loaded=_loaded,
         tally=lambda items: Counter(items).most_common(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -14,9 +16,12 @@ from fuseboard.errors import ContractError, LoweringError, PluginError
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
 from fuseboard.partition.pins import Pins
-from fuseboard.profile.judge.accuracy import Budget, Metric
-from fuseboard.profile.judge.rewrites import other_ends
-from fuseboard.report.data import GraphReport
+from fuseboard.pipeline.mixing import HEADROOM, Judge, Part, Place, by_worth, largest_part
+from fuseboard.profile.choose.ranks import several_ranks
+from fuseboard.profile.judge.accuracy import Budget, Metric, NotMeasured
+from fuseboard.profile.judge.rewrites import example_values, other_ends
+from fuseboard.report.data import GraphReport, PartReport, PlaceReport
+from fuseboard.report.nodes import module_path
 from fuseboard.run.failure import Tripped
 from fuseboard.torch_api.copies import copy_graph
 
@@ -27,24 +32,39 @@ _HOOK = "fuseboard_narrow"
 class NarrowedGraph:
     """A version of a graph.
 
-    :ivar name: what candidates are called by, after their backends: the format.
+    :ivar name: what candidates are called by, after their backends, such as ``in bfloat16``.
     :ivar budget: how far its results may be from float64.
+    :ivar plugin: which offers it.
+    :ivar places: that are narrowed.
+    :ivar only: makes it with some of these.
+    :ivar error: of its results, as measured on the inputs of the call that is compiled; None where
+        it wasn't.
+    :ivar exact: names of nodes that are left as they are, so that the rest is within the budget.
     """
 
     graph: GraphModule
     name: str
     budget: Budget
+    plugin: str
+    places: tuple[Place, ...]
+    only: Callable[[Collection[Place]], GraphModule]
+    error: float | None = None
+    exact: tuple[str, ...] = ()
 
 
 class Narrower:
     """Asks plugins for narrower versions of graphs.
 
+    :param inputs: Dynamo's real ones, as long as it waits for the backend.
     :param tripped: contains a failure, or raises it.
     """
 
-    def __init__(self, session: Session, pins: Pins, tripped: Tripped) -> None:
+    def __init__(
+        self, session: Session, pins: Pins, inputs: Callable[[], Sequence[Any]], tripped: Tripped
+    ) -> None:
         self._session = session
         self._pins = pins
+        self._inputs = inputs
         self._tripped = tripped
 
     def is_wanted(self, kind: GraphKind) -> bool:
@@ -82,32 +102,168 @@ class Narrower:
         levels: list[float],
     ) -> Iterator[NarrowedGraph]:
         metric = Metric.of(self._session)
-        limit_s = self._session.settings.hook_limit_s
-        for place, first in enumerate(self._ask(plugin, copy_graph(graph), kind)):
+        for number, first in enumerate(self._ask(plugin, copy_graph(graph), kind)):
             if first.problem:
                 report.notes.append(f"{first.format} isn't offered by {plugin}: {first.problem}")
                 continue
+            narrowed = partial(self._narrowed, plugin, number, graph, kind, report)
             for level in levels:
-                own = copy_graph(graph)
-                with watching_guards(self._session, plugin, own, report.notes):
-                    fusions = [
-                        fusion
-                        for fusion in self._ask(plugin, own, kind)[place].fusions
-                        if all(allowed.get(name, 0.0) >= level for name in fusion.nodes)
-                    ]
-                    numbered = replace(counter, applied=[])
-                    done = apply_fusions(own, fusions, plugin, numbered, limit_s, _HOOK)
-                if problem := other_ends(graph, own) or _other_results(graph, own):
-                    raise ContractError(plugin, _HOOK, problem)
-                applied = sum(one.applied for one in done)
-                if applied:
-                    name = first.format if level == levels[0] else f"{first.format} for {level:g}"
-                    report.notes.append(f"{name}: {applied} rewrites by {plugin}: {first.changes}")
-                    yield NarrowedGraph(own, name, Budget(level, metric))
+                wanted = [
+                    fusion.nodes
+                    for fusion in first.fusions
+                    if all(allowed.get(name, 0.0) >= level for name in fusion.nodes)
+                ]
+                own, places = narrowed(replace(counter, applied=[]), wanted)
+                if places:
+                    name = f"in {first.format}"
+                    name = name if level == levels[0] else f"{name} for {level:g}"
+                    report.notes.append(
+                        f"{name}: {len(places)} rewrites by {plugin}: {first.changes}"
+                    )
+                    yield NarrowedGraph(
+                        own,
+                        name,
+                        Budget(level, metric),
+                        plugin,
+                        places,
+                        partial(_graph_of, narrowed),
+                    )
+
+    def _narrowed(
+        self,
+        plugin: str,
+        number: int,
+        graph: GraphModule,
+        kind: GraphKind,
+        report: GraphReport,
+        counter: FusionCounter,
+        places: Collection[Place],
+    ) -> tuple[GraphModule, tuple[Place, ...]]:
+        """A copy of a graph that is narrowed in some places, and where it was.
+
+        :param number: of the narrowing among those that the plugin offers.
+        """
+        own = copy_graph(graph)
+        limit_s = self._session.settings.hook_limit_s
+        with watching_guards(self._session, plugin, own, report.notes):
+            offered = self._ask(plugin, own, kind)[number].fusions
+            fusions = [fusion for fusion in offered if fusion.nodes in places]
+            done = apply_fusions(own, fusions, plugin, counter, limit_s, _HOOK)
+        if problem := other_ends(graph, own) or _other_results(graph, own):
+            raise ContractError(plugin, _HOOK, problem)
+        return own, tuple(one.nodes for one in done if one.applied)
 
     def _ask(self, plugin: str, graph: GraphModule, kind: GraphKind) -> list[Narrowing]:
         answer: list[Narrowing] | None = self._session.call(_HOOK, plugin, graph=graph, kind=kind)
         return answer or []
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def with_parts(
+        self,
+        versions: Sequence[NarrowedGraph],
+        graph: GraphModule,
+        captured: GraphModule,
+        report: GraphReport,
+        decided: Mapping[str, tuple[str, ...]] | None,
+    ) -> Iterator[NarrowedGraph]:
+        """The versions, each with its error; and the largest part of each that has too large a one.
+
+        :param graph: exact.
+        :param captured: the same before other rewrites.
+        :param decided: names of an earlier process's candidates → the nodes that stay exact in
+            them. None where nothing was decided.
+        """
+        judge = self._judge(captured) if decided is None and versions else None
+        for version in versions:
+            try:
+                if decided is not None:
+                    yield from self._decided(version, graph, report, decided)
+                elif judge is not None:
+                    yield from self._judged(version, graph, report, judge)
+                else:
+                    yield version
+            except (PluginError, LoweringError) as error:
+                instead = "the graph in its own numbers"
+                self._tripped(report, version.plugin, "fuse", error, instead)
+
+    def _judge(self, captured: GraphModule) -> Judge | None:
+        """None where errors can't be measured now: then the choice finds that, and tells it.
+
+        Ranks would find different parts, on their own inputs.
+        """
+        inputs = None if several_ranks() else example_values(captured, self._inputs())
+        try:
+            return None if inputs is None else Judge(captured, inputs, Metric.of(self._session))
+        except NotMeasured:
+            return None
+
+    def _decided(
+        self,
+        version: NarrowedGraph,
+        graph: GraphModule,
+        report: GraphReport,
+        decided: Mapping[str, tuple[str, ...]],
+    ) -> list[NarrowedGraph]:
+        name = f"partly {version.name}"
+        exact = next((names for who, names in decided.items() if who.endswith(f" {name}")), ())
+        places = tuple(place for place in version.places if not set(exact) & set(place))
+        if not exact or not places:
+            return [version]
+        report.parts.append(_part_report(version, Part(places), graph, {}))
+        part = version.only(places)
+        return [version, replace(version, graph=part, name=name, places=places, exact=exact)]
+
+    def _judged(
+        self, version: NarrowedGraph, graph: GraphModule, report: GraphReport, judge: Judge
+    ) -> list[NarrowedGraph]:
+        budget = version.budget
+        try:
+            error = judge.error(version.graph)
+            version = replace(version, error=error)
+            if not budget.excess(error) or len(version.places) < 2:
+                return [version]
+            places, errors = by_worth(graph, version.graph, version.places, judge.inputs)
+            part = largest_part(
+                places, lambda some: judge.error(version.only(some)), HEADROOM * budget.tolerance
+            )
+        except NotMeasured:  # the choice tells it
+            return [version]
+        report.parts.append(_part_report(version, part, graph, errors))
+        if not part.places:
+            return [version]
+        narrowed = replace(
+            version,
+            graph=version.only(part.places),
+            name=f"partly {version.name}",
+            places=part.places,
+            error=part.error,
+            exact=tuple(
+                name for place in version.places if place not in part.places for name in place
+            ),
+        )
+        return [version, narrowed]
+
+
+def _part_report(
+    version: NarrowedGraph, part: Part, graph: GraphModule, errors: Mapping[Place, float]
+) -> PartReport:
+    nodes = {node.name: node for node in graph.graph.nodes}
+    places = tuple(
+        PlaceReport(
+            place[0], module_path(nodes[place[0]]), errors.get(place), place not in part.places
+        )
+        for place in version.places
+    )
+    return PartReport(version.name, version.error, part.error, part.judged, places)
+
+
+_Narrowed = Callable[[FusionCounter, Collection[Place]], tuple[GraphModule, tuple[Place, ...]]]
+
+
+def _graph_of(narrowed: _Narrowed, places: Collection[Place]) -> GraphModule:
+    """The graph with places narrowed that may be: the counter has let them pass before."""
+    return narrowed(FusionCounter(), places)[0]
 
 
 def _other_results(before: GraphModule, after: GraphModule) -> str:

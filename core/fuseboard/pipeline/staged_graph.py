@@ -99,7 +99,7 @@ class CutPlan:
         names = "+".join(dict.fromkeys(cut.backend for cut in self.cuts)) or "eager"
         names = f"{names} by blocks" if self.plan.regions else names
         narrowed = self.staged.narrowed
-        return names if narrowed is None else f"{names} in {narrowed.name}"
+        return names if narrowed is None else f"{names} {narrowed.name}"
 
 
 def placeable_nodes(graph: GraphModule, kept: Mapping[Node, str]) -> list[Node]:

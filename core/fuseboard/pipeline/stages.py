@@ -90,7 +90,9 @@ class Pipeline:
         self.number = next(call_numbers) if number is None else number
         self.pins = pins or Pins(session)
         self.planner = Planner(session, self.pins, self._tripped)
-        self.narrower = Narrower(session, self.pins, self._tripped)
+        self.narrower = Narrower(
+            session, self.pins, lambda: self.example_inputs.values, self._tripped
+        )
         self.rewriter = Rewriter(session, lambda: self.example_inputs.values, self._tripped)
         self.example_inputs = ExampleInputs()
         #: Dynamo's graph, as long as it waits for the backend.
@@ -326,8 +328,11 @@ class Pipeline:
             return []
         report.tolerance = tolerance_text(settings.tolerance, settings.tolerance_metric)
         with report.timed("fuse"):
+            whole = list(self.narrower.versions(staged.graph, staged.kind, report, staged.counter))
+        with report.timed("profile"):
+            known = self._stored(staged).exact_places()
             versions = list(
-                self.narrower.versions(staged.graph, staged.kind, report, staged.counter)
+                self.narrower.with_parts(whole, staged.graph, staged.captured, report, known)
             )
         return [
             self._claimed(dataclasses.replace(staged, graph=one.graph, narrowed=one))
@@ -392,6 +397,7 @@ class Pipeline:
             context = runner.context
             if (narrowed := version.narrowed) is not None:
                 row.tolerance = narrowed.budget.tolerance
+                row.error, row.exact = narrowed.error, narrowed.exact
                 context = context.of_version(version.graph, version.board_nodes, narrowed.budget)
             report.candidates.append(row)
             candidate = Candidate(cut_plan.cuts, context, self._strict_lowering(version), row)
@@ -401,6 +407,9 @@ class Pipeline:
                 )
                 if candidate.dynamo_site is not None:
                     runner.uncompiled = candidate.dynamo_site.lowered.call
+            if narrowed is not None and narrowed.error is not None:
+                if problem := narrowed.budget.excess(narrowed.error):
+                    candidate.drop("inexact", problem)  # it needn't be lowered to be found so
             plans[candidate] = cut_plan
         waiting = "no candidate has been compared yet"
         report.nodes[:] = [
@@ -419,9 +428,7 @@ class Pipeline:
             describe_nodes(chosen.staged, chosen.plan, winner.program.sites)
 
         mode = torch_internals.fake_mode_of([n.meta.get("val") for n in staged.graph.graph.nodes])
-        stored = StoredDecision.of(
-            session, staged.captured, staged.kind, staged.weight_positions, report
-        )
+        stored = self._stored(staged)
         self.chosen[staged.kind] = report
         whole = not wrapped and all(candidate.dynamo_site is None for candidate in plans)
         if staged.kind == "forward" or (staged.kind == "inference" and whole):
@@ -431,6 +438,11 @@ class Pipeline:
         decide = self._agreed(staged, stored) if several_ranks() else None
         tuner = Tuner(runner, list(plans), staged.weight_positions, mode, stored, installed, decide)
         tuner.start(defers=defers(session, staged.graph))
+
+    def _stored(self, staged: StagedGraph) -> StoredDecision:
+        return StoredDecision.of(
+            self.session, staged.captured, staged.kind, staged.weight_positions, staged.report
+        )
 
     def _strict_lowering(self, staged: StagedGraph) -> Lowering:
         """The lowering of one candidate; its fusions are numbered on from the graph's own."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fuseboard.report import words
-from fuseboard.report.data import CandidateReport, GraphReport
+from fuseboard.report.data import CandidateReport, GraphReport, PartReport, PlaceReport
 
 #: What is shown where there is no number.
 NONE = "-"
@@ -64,6 +64,34 @@ def tolerance_text(tolerance: float | Mapping[str, float], metric: str) -> str:
     else:
         allowed = f"{tolerance:g}"
     return f"{allowed} ({metric})"
+
+
+def part(found: PartReport) -> str:
+    """What was found of a version beyond its budget, in a sentence without the places' names."""
+    many, left = len(found.places), sum(not place.exact for place in found.places)
+    told = f"{found.name}, {left} of {words.many(many, 'place')}"
+    if found.whole_error is None:
+        return f"{told}, as an earlier process found"
+    whole = f"error {found.whole_error:.2g} {found.name} as a whole"
+    runs = f"found in {words.many(found.judged, 'run')}"
+    if found.error is None:
+        return f"{whole}, and no part that was tried is within the tolerance ({runs})"
+    return f"{whole}, {found.error:.2g} with {left} of {words.many(many, 'place')} ({runs})"
+
+
+def exact_places(found: PartReport) -> str:
+    """The places that stay exact, with the errors that they would cause by themselves."""
+    exact = [place for place in by_error(found) if place.exact]
+    return words.first([f"{place.module or place.name}{_own(place)}" for place in exact])
+
+
+def by_error(found: PartReport) -> list[PlaceReport]:
+    """Places, those with the largest errors of their own first."""
+    return sorted(found.places, key=lambda place: -(place.error or 0.0))
+
+
+def _own(place: PlaceReport) -> str:
+    return "" if place.error is None else f" ({place.error:.2g} by itself)"
 
 
 def chosen(graph: GraphReport) -> CandidateReport | None:

@@ -89,6 +89,39 @@ class RegionReport:
     lower_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class PlaceReport:
+    """A place that a narrower version of a graph may change: the op, or the first of several.
+
+    :ivar error: of what comes out of it, relative to its norm, if what goes in is exact. None where
+        that isn't known.
+    :ivar exact: it stays as it is.
+    """
+
+    name: str
+    module: str = ""
+    error: float | None = None
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """The largest part of a graph that was found to be within a budget when it is narrowed.
+
+    :ivar name: of the version: what candidates are called by, after their backends.
+    :ivar whole_error: of the graph that is narrowed wherever it may be. None where an earlier
+        process found the part, and so ``error``.
+    :ivar error: of the part; None where none is within the budget.
+    :ivar judged: how many versions were run to find it.
+    """
+
+    name: str
+    whole_error: float | None = None
+    error: float | None = None
+    judged: int = 0
+    places: tuple[PlaceReport, ...] = ()
+
+
 @dataclass
 class CandidateReport:
     """A way to run a graph that was considered under the policy ``measured``.
@@ -105,6 +138,7 @@ class CandidateReport:
     :ivar error: how far its results are from float64 where an error is allowed: the largest of its
         results', by ``tolerance_metric``. None where that isn't known.
     :ivar tolerance: the error that it is allowed; None for one that is exact.
+    :ivar exact: the places that stay exact in one that is narrowed in part.
     :ivar problem: why it failed or wasn't tried.
     :ivar notes: of its regions once it is out, such as what its key in the cache differed in. Those
         of the one that runs are in the graph's regions.
@@ -120,6 +154,7 @@ class CandidateReport:
     peak_bytes: int | None = None
     error: float | None = None
     tolerance: float | None = None
+    exact: tuple[str, ...] = ()
     problem: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -145,6 +180,7 @@ class GraphReport:
     :ivar seconds: stage → wall-clock seconds.
     :ivar candidates: under the policy ``measured``, in order of preference.
     :ivar tolerance: the error that candidates may have, in words; "" where all are exact.
+    :ivar parts: of narrower versions that are beyond it.
     :ivar decided: how the choice among them was made, in words; "" where there was none.
     :ivar instead: what runs now that something of the chosen one failed in a call, or that the
         graph as a whole lost to Dynamo's own; in a sentence. "" where the chosen one runs.
@@ -159,6 +195,7 @@ class GraphReport:
     backends: tuple[str, ...] = ()
     candidates: list[CandidateReport] = field(default_factory=list)
     tolerance: str = ""
+    parts: list[PartReport] = field(default_factory=list)
     decided: str = ""
     instead: str = ""
     settled: bool = True

@@ -87,7 +87,8 @@ class StoredDecision:
         try:
             parts = {**graph_parts(graph, kind, sorted(static)), **_session_parts(session)}
         except NotCacheable as error:
-            report.notes.append(f"its decision isn't kept: {error}")
+            if (note := f"its decision isn't kept: {error}") not in report.notes:
+                report.notes.append(note)
             return cls(costs, None, report)
         return cls(costs, parts, report)
 
@@ -125,11 +126,20 @@ class StoredDecision:
         if found is not None or self.level != "graph":
             return found
         if differs := self.database.nearest(self.level, self.parts):
-            self.report.notes.append(
+            note = (
                 "not in the cost database, where a decision on the same graph differs in: "
                 + ", ".join(differs)
             )
+            if note not in self.report.notes:
+                self.report.notes.append(note)
         return None
+
+    def exact_places(self) -> dict[str, tuple[str, ...]] | None:
+        """What stays exact in each candidate, as decided before; None where nothing was."""
+        decision = None if self.parts is None else self.find()
+        if decision is None:
+            return None
+        return {cost.name: cost.exact for cost in decision.candidates if cost.exact}
 
     def record(
         self,
@@ -240,5 +250,6 @@ def _cost(row: CandidateReport, undecided: bool) -> CandidateCost:
         peak_bytes=row.peak_bytes,
         error=row.error,
         tolerance=row.tolerance,
+        exact=row.exact,
         problem=problem,
     )

@@ -136,9 +136,16 @@ class Tuner:
     def _left(self, decision: Decision | None) -> Sequence[Candidate]:
         """The candidates that are to be tried; the winner of an earlier process runs."""
         if decision is None:
-            return self._candidates
+            return [c for c in self._candidates if not c.dropped]
         known = {cost.name: cost for cost in decision.candidates}
-        winner = next((c for c in self._candidates if c.name == decision.winner), None)
+        winner = next(
+            (
+                c
+                for c in self._candidates
+                if c.name == decision.winner and c.row.exact == known[c.name].exact
+            ),
+            None,
+        )
         if winner is None or not self._lower(winner, defers=False):
             for candidate in self._candidates:
                 cost = known.get(candidate.name)

@@ -27,6 +27,7 @@ class CandidateCost:
         it wasn't timed. Those of one decision can be held against each other.
     :ivar error: how far its results were from float64, where an error was allowed.
     :ivar tolerance: the error that it was allowed; None for one that is exact.
+    :ivar exact: names of the nodes that stay exact in one that is narrowed in part.
     :ivar problem: why it couldn't be chosen: it failed verification, raised, wasn't tried. "" if it
         could.
     """
@@ -39,6 +40,7 @@ class CandidateCost:
     peak_bytes: int | None = None
     error: float | None = None
     tolerance: float | None = None
+    exact: tuple[str, ...] = ()
     problem: str = ""
 
     @property
@@ -155,7 +157,7 @@ def decode(values: Any) -> Decision:
     :raises Damaged: they aren't a decision's, or the key isn't that of the parts.
     """
     try:
-        candidates = tuple(CandidateCost(**candidate) for candidate in values["candidates"])
+        candidates = tuple(map(_candidate, values["candidates"]))
         decision = Decision(**{**values, "candidates": candidates})
         key = decision_key(decision.level, decision.parts)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -165,6 +167,13 @@ def decode(values: Any) -> Decision:
     if decision.key != key:
         raise Damaged(f"its key {decision.key!r} isn't that of its parts")
     return decision
+
+
+def _candidate(values: Any) -> CandidateCost:
+    exact = values.get("exact", ())
+    if not isinstance(exact, list | tuple):
+        raise TypeError("exact is no list")
+    return CandidateCost(**{**values, "exact": tuple(exact)})
 
 
 def _wrong_field(decision: Decision) -> str:
@@ -178,7 +187,7 @@ def _wrong_field(decision: Decision) -> str:
         numbers = [getattr(candidate, name) for name in _NUMBERS]
         if not all(number is None or _is_number(number) for number in numbers):
             return f"a number of candidate {candidate.name!r} is something else"
-        if not _is_text(candidate.name) or not _is_text(candidate.problem):
+        if not all(map(_is_text, (candidate.name, candidate.problem, *candidate.exact))):
             return "a text of a candidate is something else"
     return ""
 
