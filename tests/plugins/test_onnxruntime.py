@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fuseboard.report.data import ledger
+from fuseboard.torch_api.pattern_traces import fake_like, trace_forward
 from tests.support import models
 from tests.support.backends import all_trips, compiled, hoisted, last_graph
 from tests.support.values import assert_closer, rnd, strides
@@ -22,6 +23,9 @@ pytest.importorskip("onnxruntime", reason="needs the extra onnxruntime")
 
 import fuseboard_onnxruntime as plugin
 from fuseboard_onnxruntime import _torch_internals
+from fuseboard_onnxruntime._convert import convert, with_initializers
+from fuseboard_onnxruntime._options import Options
+from fuseboard_onnxruntime._session import make_session
 
 BACKENDS = ("onnxruntime", "eager")
 
@@ -219,6 +223,23 @@ def test_weights_are_in_a_session():
 def assert_close(result, expected):
     torch.testing.assert_close(result, expected)
     assert strides(result) == strides(expected)
+
+
+def test_a_weight_of_which_nothing_but_the_shape_is_read():
+    """It is no input of the model: ONNX Runtime has no such initializer."""
+
+    def model(x, w, b):
+        return ((x @ w).relu() * (b + 1).new_ones(2),)
+
+    graph = trace_forward(model, fake_like((rnd(3, 4), rnd(4, 2), rnd(2))), {})
+    output = graph.graph.output_node()
+    output.args = (tuple(output.args[0]),)
+    converted = with_initializers(convert(graph), (1, 2))
+    assert [spec.position for spec in converted.inputs] == [0, 1]
+    names = [spec.name for spec in converted.inputs]
+    session = make_session(converted, Options(), [rnd(4, 2)], names[1:])
+    (found,) = session.run(None, {names[0]: rnd(3, 4).numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), (rnd(3, 4) @ rnd(4, 2)).relu())
 
 
 @pytest.mark.parametrize("change", ["copy_", "load", "load_assign", "replace", "data", "optimizer"])

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.support.backends import all_trips, compiled, last_graph
 from tests.support.values import assert_closer, rnd
@@ -60,6 +61,29 @@ def test_rms_norms_are_one_kernel(function, tmp_path):
     kernels = kernels_of(tmp_path, model, rnd(2, 3, 16), rnd(16, seed=1))
     assert kernels["SimplifiedLayerNormalization"] == 1
     assert kernels["Reciprocal"] == kernels["Pow"] == 0
+
+
+def test_composites_beside_ops_that_are_decomposed(tmp_path):
+    """Attention, layer norms and pools keep their kernels where the graph is traced again."""
+
+    def mixed(q, k, v, w, mask):
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = F.layer_norm(y, (8,), w)
+        pooled = F.max_pool2d(y.relu(), 2)
+        return y, pooled, pooled.var(-1)
+
+    inputs = rnd(2, 3, 4, 8), rnd(2, 3, 6, 8, seed=1), rnd(2, 3, 6, 8, seed=2), rnd(8), rnd(4, 6)
+    kernels = kernels_of(tmp_path, mixed, *inputs)
+    assert kernels["Softmax"] == kernels["LayerNormalization"] == 1
+    assert kernels["AveragePool"] == 1
+    assert kernels["Exp"] == 0
+    with torch.no_grad():
+        found = compiled(mixed, "onnxruntime", **OPTIONS)(*inputs)
+        exact, eager = mixed(*(x.double() for x in inputs)), mixed(*inputs)
+    for got, reference, rival in zip(found, exact, eager, strict=True):
+        assert got.stride() == rival.stride()
+        assert_closer(got, reference=reference, rival=rival)
+    assert not all_trips()
 
 
 def model(x, w, b):

@@ -19,7 +19,7 @@ from fuseboard_onnxruntime._forms import why_no_form
 from fuseboard_onnxruntime._layout import inverse, permutation
 from fuseboard_onnxruntime._model import Input, Model, Output
 from fuseboard_onnxruntime._quantised import integer_products
-from fuseboard_onnxruntime._simplify import first_results
+from fuseboard_onnxruntime._simplify import first_results, pools_without_indices
 from fuseboard_onnxruntime._sizes import size_function
 from fuseboard_onnxruntime._translations import translations
 
@@ -43,6 +43,8 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     graph = GraphModule(graph, _nodes_of(graph))
     notes = (*first_results(graph), *integer_products(graph))
     graph = decompose(graph)
+    graph.graph.eliminate_dead_code()  # a second trace has all results of an op, read or not
+    pools_without_indices(graph.graph)
     plain, inputs = _row_major(graph, expected, permuted)
     promote(plain)
     outputs, sizes = _describe_outputs(plain, given, expected, permuted)
@@ -66,8 +68,13 @@ def convert(graph: GraphModule, permuted: bool = True) -> Model:
     except Exception as error:  # torch's exporter raises its own, with causes
         raise fuseboard.LoweringError(f"no ONNX form: {_innermost(error)}") from error
     clean(model.graph)
-    names = [value.name for value in model.graph.inputs]
-    inputs = [_named(value, name) for value, name in zip(inputs, names, strict=True)]
+    # What an op takes nothing but the shape of is read by nothing once sizes are numbers, and
+    # ONNX Runtime drops such an initializer before it is given its value.
+    values = list(zip(inputs, model.graph.inputs, strict=True))
+    inputs = [_named(one, value.name) for one, value in values if value.uses()]
+    for _, value in values:
+        if not value.uses():
+            model.graph.inputs.remove(value)
     outputs = _named_outputs(outputs, [value.name for value in model.graph.outputs])
     return Model(_serialise(model), tuple(inputs), tuple(outputs), sizes, notes)
 

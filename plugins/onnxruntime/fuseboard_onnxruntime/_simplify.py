@@ -1,6 +1,8 @@
 """Ops of several results of which one is read, as ops of one result: the faster ones.
 
 Norms and attention are the board's composites, so that those that are written out are found, too.
+What stands for them are ops of this plugin: torch's own, such as ``aten.layer_norm``, fall into
+others when a graph that holds them is traced again, to decompose what is beside them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 import fuseboard
@@ -19,20 +22,27 @@ aten: Any = torch.ops.aten
 
 
 def first_results(graph: GraphModule) -> tuple[str, ...]:
-    """Attention without its logsumexp, norms without their statistics, pools without indices.
+    """Attention without its logsumexp, norms without their statistics.
 
-    :returns: how many there are of the first two, a note each for the report.
+    :returns: how many there are of each, a note each for the report.
     """
     counts = Counter[str]()
     for found in composites(graph):
         counts[found.name] += 1
         target, args = _CALLS[found.name](**found.arguments)
         fuseboard.replace_composite(graph, found, target, args)
-    pools = aten.max_pool2d_with_indices.default
-    for node in graph.graph.find_nodes(op="call_function", target=pools):
-        if _only_first(node) and _is_never_negative(node.args[0]):
-            _read_first(graph.graph, node)
     return tuple(f"composite {name} ×{times}" for name, times in sorted(counts.items()))
+
+
+def pools_without_indices(graph: Graph) -> None:
+    """Pools of which nothing but the maxima is read, where none of them is negative.
+
+    Once nothing is traced again: the op that this writes would have indices then.
+    """
+    pools = aten.max_pool2d_with_indices.default
+    for node in graph.find_nodes(op="call_function", target=pools):
+        if _only_first(node) and _is_never_negative(node.args[0]):
+            _read_first(graph, node)
 
 
 def composites(graph: GraphModule) -> list[fuseboard.Composite]:
@@ -69,27 +79,66 @@ _ATTENTION = str(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _attention(
     query: Node, key: Node, value: Node, mask: Any, causal: bool, scale: float, grouped: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    args = (query, key, value, mask, 0.0, causal, scale, grouped)
-    return torch.ops.aten.scaled_dot_product_attention.default, args
+    args = (query, key, value, mask, causal, scale)
+    return torch.ops.fuseboard_onnxruntime.attention.default, args
 
 
 def _layer_norm(x: Node, weight: Any, bias: Any, eps: float, dims: int) -> tuple[Any, Any]:
-    return aten.layer_norm.default, (x, list(x.meta["val"].shape[-dims:]), weight, bias, eps)
+    return torch.ops.fuseboard_onnxruntime.layer_norm.default, (x, weight, bias, eps, dims)
 
 
 def _rms_norm(x: Node, weight: Any, eps: float, dims: int) -> tuple[Any, Any]:
     return torch.ops.fuseboard_onnxruntime.rms_norm.default, (x, weight, eps, dims)
 
 
+_CALLS = {"attention": _attention, "layer_norm": _layer_norm, "rms_norm": _rms_norm}
+
+
+# --- what stands for composites -------------------------------------------------------------------
+
+
+@torch.library.custom_op("fuseboard_onnxruntime::attention", mutates_args=())
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Of (N, H, L, E) and twice (N, H, S, E), in memory as eager's: by position, then by head."""
+    result = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
+    return result.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@torch.library.custom_op("fuseboard_onnxruntime::layer_norm", mutates_args=())
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dims: int,
+) -> torch.Tensor:
+    """Over the last ``dims`` dimensions."""
+    return F.layer_norm(x, x.shape[-dims:], weight, bias, eps)
+
+
 @torch.library.custom_op("fuseboard_onnxruntime::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dims: int) -> torch.Tensor:
-    """Written as ONNX; torch's own op falls into others when a graph is traced."""
+    """Over the last ``dims`` dimensions."""
     return torch.rms_norm(x, x.shape[-dims:], weight, eps)
 
 
+def _like_positions(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
+attention.register_fake(_like_positions)
+layer_norm.register_fake(lambda x, weight, bias, eps, dims: torch.empty_like(x.contiguous()))
 rms_norm.register_fake(lambda x, weight, eps, dims: torch.empty_like(x))
 
-_CALLS = {"attention": _attention, "layer_norm": _layer_norm, "rms_norm": _rms_norm}
+
+# --- pools ----------------------------------------------------------------------------------------
 
 
 def _only_first(node: Node) -> bool:

@@ -64,16 +64,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def index_select(self, dim, index):
         return op.Gather(self, _checked(op, index), axis=dim)
 
-    def attention(
-        query,
-        key,
-        value,
-        attn_mask=None,
-        dropout_p=0.0,
-        is_causal=False,
-        scale=1.0,
-        enable_gqa=False,
-    ):
+    def attention(query, key, value, attn_mask, is_causal, scale):
         """(N, H, L, E), (N, H, S, E) twice; transposition and scale end up in the product."""
         scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
         scores = op.Mul(scores, op.CastLike(scale, query))
@@ -111,12 +102,10 @@ def translations() -> dict[Any, Callable[..., Any]]:
         mean = op.AveragePool(self, **window, count_include_pad=1)
         return op.Where(op.IsNaN(mean), mean, result)
 
-    def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    def layer_norm(input, weight, bias, eps, dims):
         if weight is None:
-            shape = op.Shape(input, start=-len(normalized_shape))
-            weight = op.Expand(op.CastLike(1.0, input), shape)
-        axis = -len(normalized_shape)
-        result, *_ = op.LayerNormalization(input, weight, bias, axis=axis, epsilon=eps)
+            weight = op.Expand(op.CastLike(1.0, input), op.Shape(input, start=-dims))
+        result, *_ = op.LayerNormalization(input, weight, bias, axis=-dims, epsilon=eps)
         return result
 
     def rms_norm(input, weight, eps, dims):
@@ -192,8 +181,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
         aten.gelu.default: gelu,
         aten.max_pool2d_with_indices.default: max_pool,
         aten.max_pool2d.default: max_pool_of_no_negative,
-        aten.scaled_dot_product_attention.default: attention,
-        aten.layer_norm.default: layer_norm,
+        torch.ops.fuseboard_onnxruntime.attention.default: attention,
+        torch.ops.fuseboard_onnxruntime.layer_norm.default: layer_norm,
         torch.ops.fuseboard_onnxruntime.rms_norm.default: rms_norm,
         torch.ops.fuseboard_onnxruntime.integer_product.default: integer_product,
         **dict(zip(_quantised.ops(), (quantize, dequantize, dequantize_channels), strict=False)),
