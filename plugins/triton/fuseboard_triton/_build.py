@@ -1,7 +1,7 @@
 """From ATen nodes to values. What can't be computed raises :class:`Unsupported` with the reason.
 
 The same code decides about claims, one node at a time, and builds regions. The ops are in
-``_elementwise``, ``_shapes``, ``_reductions`` and ``_composites``.
+``_elementwise``, ``_shapes`` and ``_reductions``; those of several steps in ``_composites``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard_triton import _torch_internals
 from fuseboard_triton._ir import STORED, Unsupported, Value, copied
 from fuseboard_triton._torch_internals import size_of
 
@@ -34,8 +33,8 @@ def builder(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-def build(node: Node, values: Callable[[Node], Any]) -> Any:
-    """What a node computes: a value, or a tuple of them.
+def build_op(node: Node, values: Callable[[Node], Any]) -> Any:
+    """What the function that is registered for a node makes: a value, or a tuple of them.
 
     :param values: what an input node stands for: a value, a tuple, or a number's expression.
     :raises Unsupported: kernels don't compute this.
@@ -53,11 +52,11 @@ def build(node: Node, values: Callable[[Node], Any]) -> Any:
     result = function(node, *args, **kwargs)
     metas = node.meta["val"]
     if isinstance(result, tuple):
-        return tuple(_owned(v, m, node) for v, m in zip(result, metas, strict=True))
-    return _owned(result, metas, node)
+        return tuple(owned(v, m, node) for v, m in zip(result, metas, strict=True))
+    return owned(result, metas, node)
 
 
-def _owned(value: Value | None, meta: Any, node: Node) -> Value | None:
+def owned(value: Value | None, meta: Any, node: Node) -> Value | None:
     """A node's value with the strides that it has in memory."""
     if value is None:
         return None
@@ -114,27 +113,3 @@ VIEWS = frozenset(
         aten.t.default,
     }
 )
-
-
-def why_unbuildable(node: Node) -> str | None:
-    """Why a node can't be built; None if it can."""
-
-    def stand_in(used: Node) -> Any:
-        meta = used.meta.get("val")
-        if isinstance(meta, torch.Tensor):
-            return buffer(meta)
-        if isinstance(meta, torch.SymInt):
-            return Value("symbol", torch.int64, (), param=meta.node.expr)
-        if isinstance(meta, tuple | list):
-            return tuple(buffer(m) if isinstance(m, torch.Tensor) else None for m in meta)
-        raise Unsupported(f"an argument of type {type(meta).__name__} isn't supported")
-
-    metas = node.meta.get("val")
-    for meta in metas if isinstance(metas, tuple | list) else [metas]:
-        if _torch_internals.has_unbacked(meta):
-            return "its size is known only from data"
-    try:
-        build(node, stand_in)
-    except Unsupported as reason:
-        return str(reason)
-    return None

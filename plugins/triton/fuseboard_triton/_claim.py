@@ -9,9 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fuseboard
-from fuseboard_triton import _composites as _composites  # registers what it builds
 from fuseboard_triton import _torch_internals
-from fuseboard_triton._build import why_unbuildable
+from fuseboard_triton._composites import why_unbuildable
 from fuseboard_triton._match import matches
 from fuseboard_triton._options import Options
 

@@ -123,6 +123,12 @@ def _reciprocal(node: Node, a: Value) -> Value:
     return elementwise(node, "div", (1.0, a), TO_FLOAT)
 
 
+@builder(aten.sigmoid.default)
+def _sigmoid(node: Node, a: Value) -> Value:
+    power = elementwise(node, "exp", [elementwise(node, "neg", [a], TO_FLOAT)], TO_FLOAT)
+    return elementwise(node, "div", [1.0, elementwise(node, "add", [power, 1.0])], TO_FLOAT)
+
+
 @builder(aten.square.default)
 def _square(node: Node, a: Value) -> Value:
     return elementwise(node, "mul", (a, a))

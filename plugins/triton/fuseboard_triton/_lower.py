@@ -12,12 +12,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import fuseboard
-from fuseboard_triton import _composites as _composites  # registers what it builds
 from fuseboard_triton import _torch_internals
 from fuseboard_triton._axes import Axes, Conflict
-from fuseboard_triton._build import VIEWS, buffer, build
+from fuseboard_triton._build import VIEWS, buffer
 from fuseboard_triton._claim import is_view
 from fuseboard_triton._codegen import KernelSource, kernel_source
+from fuseboard_triton._composites import build
 from fuseboard_triton._ir import Unsupported, Value, contiguous_strides
 from fuseboard_triton._launch import Launcher
 from fuseboard_triton._match import put_kernels
