@@ -1,4 +1,4 @@
-"""ATen ops that are several steps in one: softmax, norms, activations, losses and their gradients.
+"""ATen ops that are several steps in one, such as softmax, norms, activations and their gradients.
 
 Each is built from the steps of torch's own decomposition. Half types are computed in float32 from
 inputs to result, as ATen's CUDA kernels do it.
@@ -29,6 +29,8 @@ hardsigmoid.default hardswish.default elu.default softplus.default addcmul.defau
 lerp.Scalar _softmax.default _softmax_backward_data.default _log_softmax.default
 _log_softmax_backward_data.default native_layer_norm.default native_layer_norm_backward.default
 _fused_rms_norm.default _fused_rms_norm_backward.default mse_loss.default mse_loss_backward.default
+masked_fill.Scalar masked_fill.Tensor rsub.Scalar rsub.Tensor clamp_min.default clamp_max.default
+floor_divide.default std.correction tril.default triu.default
 """
 #: What steps may be cast with: half types to float32 and back.
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)

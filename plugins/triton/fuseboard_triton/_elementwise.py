@@ -83,14 +83,6 @@ def _add(node: Node, a: Any, b: Any, alpha: Any = 1) -> Value:
     return elementwise(node, op, (a, b))
 
 
-@builder(aten.rsub.Scalar, aten.rsub.Tensor)
-def _rsub(node: Node, a: Any, b: Any, alpha: Any = 1) -> Value:
-    meta_of(node)
-    if alpha != 1:
-        raise Unsupported("rsub with alpha isn't supported")
-    return elementwise(node, "sub", (b, a))
-
-
 @builder(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default)
 def _logical(node: Node, a: Value, b: Value) -> Value:
     op = str(node.target).split("_")[1].split(".")[0]
@@ -144,16 +136,8 @@ def where(condition: Value, a: Value, b: Value, dtype: torch.dtype) -> Value:
     return pointwise("where", (condition, a, b), dtype, dtype)
 
 
-@builder(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def _masked_fill(node: Node, a: Value, mask: Value, filling: Any) -> Value:
-    dtype = meta_of(node).dtype
-    return where(truth(mask), as_operand(filling, dtype), a, dtype)
-
-
-@builder(aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_max.default)
+@builder(aten.clamp.default, aten.clamp.Tensor)
 def _clamp(node: Node, a: Value, low: Any = None, high: Any = None) -> Value:
-    if node.target == aten.clamp_max.default:
-        low, high = None, low
     bounds = [bound for bound in (low, high) if bound is not None]
     dtype = meta_of(node).dtype
     result = cast(a, dtype) if a.dtype != dtype else a
@@ -199,8 +183,8 @@ def _general_pow(node: Node, a: Any, b: Any) -> Value:
     return elementwise(node, "pow", (a, b))
 
 
-@builder(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default)
-def _divide(node: Node, a: Any, b: Any, rounding_mode: str | None = "floor") -> Value:
+@builder(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _divide(node: Node, a: Any, b: Any, *, rounding_mode: str | None) -> Value:
     if rounding_mode is None:
         return elementwise(node, "div", (a, b), TO_FLOAT)
     if not meta_of(node).dtype.is_floating_point:

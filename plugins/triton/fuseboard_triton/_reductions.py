@@ -146,14 +146,12 @@ def variance(value: Value, dims: tuple[int, ...], correction: float = 0.0) -> tu
     return pointwise("div", (squares, count), f32, f32), mean
 
 
-@builder(aten.var_mean.correction, aten.var.correction, aten.std.correction)
+@builder(aten.var_mean.correction, aten.var.correction)
 def _var(node: Node, a: Value, dims: Any = None, *, correction: Any = 1, keepdim: bool = False):
     correction = 1 if correction is None else correction
     both = variance(a, dims_of(a, dims), correction)
     if node.target == aten.var_mean.correction:
         metas = node.meta["val"]
         return tuple(shaped(as_dtype(v, m.dtype), m) for v, m in zip(both, metas, strict=True))
-    meta, result = meta_of(node), both[0]
-    if node.target == aten.std.correction:
-        result = pointwise("sqrt", (result,), torch.float32, torch.float32)
-    return shaped(as_dtype(result, meta.dtype), meta)
+    meta = meta_of(node)
+    return shaped(as_dtype(both[0], meta.dtype), meta)

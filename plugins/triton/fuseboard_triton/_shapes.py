@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fuseboard_triton._build import aten, builder, meta_of, prims, shape_of
-from fuseboard_triton._elementwise import as_operand, where
+from fuseboard_triton._elementwise import as_operand
 from fuseboard_triton._ir import HALF, Unsupported, Value, cast, const, pointwise, view
 
 
@@ -124,14 +124,3 @@ def _positions(meta: torch.Tensor, start: Any, step: Any) -> Value:
                 op, (result, as_operand(number, torch.int64)), torch.int64, torch.int64
             )
     return cast(result, dtype)
-
-
-@builder(aten.tril.default, aten.triu.default)
-def _triangle(node: Node, a: Value, diagonal: int = 0) -> Value:
-    dtype = meta_of(node).dtype
-    rank = len(a.shape)
-    row, column = (Value("index", torch.int64, a.shape, param=rank - k) for k in (2, 1))
-    edge = pointwise("add", (row, const(diagonal, torch.int64)), torch.int64, torch.int64)
-    op = "le" if node.target == aten.tril.default else "ge"
-    inside = pointwise(op, (column, edge), torch.bool, torch.int64)
-    return where(inside, a, const(0, dtype), dtype)

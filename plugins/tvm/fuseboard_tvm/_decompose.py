@@ -24,8 +24,8 @@ lerp.Scalar lerp.Tensor square stack tril triu roll select_backward slice_backwa
 mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
 nll_loss_forward nll_loss_backward binary_cross_entropy binary_cross_entropy_backward
 linalg_vector_norm logsumexp pixel_shuffle glu glu_backward xlogy.Tensor linspace nan_to_num
-logaddexp heaviside reflection_pad2d replication_pad2d
-binary_cross_entropy_with_logits isneginf isposinf
+logaddexp heaviside reflection_pad2d replication_pad2d binary_cross_entropy_with_logits isneginf
+isposinf frac std.correction repeat select_scatter
 """.split()
 
 

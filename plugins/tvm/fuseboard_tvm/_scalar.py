@@ -187,14 +187,11 @@ def sign(x: Expr) -> Expr:
     """-1, 0 or 1; 0 for NaN, as in ATen."""
     dtype = dtype_of(x)
     zero = const(0, dtype)
-    below = select(x < zero, neg(const(1, dtype)) if dtype != "uint8" else zero, zero)
-    return select(x > zero, const(1, dtype), below)
+    return select(x > zero, const(1, dtype), select(x < zero, const(-1, dtype), zero))
 
 
 def absolute(x: Expr) -> Expr:
     dtype = dtype_of(x)
-    if dtype == "uint8":
-        return x
     if dtype in FLOATS:
         return tirx.call_llvm_pure_intrin(dtype, "llvm.fabs", x)
     return select(x < const(0, dtype), neg(x), x)
@@ -259,8 +256,7 @@ def remainder(a: Expr, b: Expr) -> Expr:
 
 # --- reductions -----------------------------------------------------------------------------------
 
-_LEAST = {"int8": -(2**7), "int16": -(2**15), "int32": -(2**31), "int64": -(2**63), "uint8": 0}
-_MOST = {"int8": 2**7 - 1, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1, "uint8": 255}
+_MOST = {"int32": 2**31 - 1, "int64": 2**63 - 1}
 
 
 def identity(how: str, dtype: str) -> Expr:
@@ -270,7 +266,7 @@ def identity(how: str, dtype: str) -> Expr:
     least = how == "max"
     if dtype in FLOATS:
         return const(-math.inf if least else math.inf, dtype)
-    return const(_LEAST[dtype] if least else _MOST[dtype], dtype)
+    return const(-_MOST[dtype] - 1 if least else _MOST[dtype], dtype)
 
 
 def combine(how: str, a: Expr, b: Expr) -> Expr:

@@ -150,11 +150,9 @@ def _spread(value: Value, axes: Sequence[int], correction: Any) -> tuple[Value, 
     return variance, mean
 
 
-def _variance(node: Node, a: Arguments, root: bool) -> Value:
+def _variance(node: Node, a: Arguments) -> Value:
     value = a["self"]
     variance, _ = _spread(value, _axes(a, len(value.shape)), a["correction"])
-    if root:
-        variance = point(variance.shape, value.dtype, lambda bind, x: s.sqrt(x), variance, cost=4)
     return reshape(variance, shape_of(node))
 
 
@@ -170,6 +168,5 @@ def _of_floats(node: Node) -> str | None:
     return None if own.is_floating_point() else f"{node.target} of {own.dtype} isn't supported"
 
 
-register("var.correction", Op(lambda node, a: _variance(node, a, False), _of_floats))
-register("std.correction", Op(lambda node, a: _variance(node, a, True), _of_floats))
+register("var.correction", Op(_variance, _of_floats))
 register("var_mean.correction", Op(_variance_and_mean, _of_floats))

@@ -196,21 +196,6 @@ def _flip(node: Node, a: Arguments) -> Value:
     return View(value.shape, value.dtype, (value,), 0, index=index, keeps=keeps)
 
 
-@emitter("repeat")
-def _repeat(node: Node, a: Arguments) -> Value:
-    shape = shape_of(node)
-    value = a["self"]
-    value = reshape(value, (1,) * (len(shape) - len(value.shape)) + value.shape)
-
-    def index(where: Index) -> Index:
-        return tuple(
-            zero() if size == 1 else i if size == total else tirx.floormod(i, number(size))
-            for i, size, total in zip(where, value.shape, shape, strict=True)
-        )
-
-    return View(shape, value.dtype, (value,), 0, index=index, keeps=0)
-
-
 @emitter("slice_scatter")
 def _slice_scatter(node: Node, a: Arguments) -> Value:
     """``self`` with a slice of it replaced."""
@@ -229,21 +214,6 @@ def _slice_scatter(node: Node, a: Arguments) -> Value:
         return s.select(inside, load(1, own), load(0, index))
 
     return Gather(value.shape, dtype, (value, source), 4, compute=compute)
-
-
-@emitter("select_scatter")
-def _select_scatter(node: Node, a: Arguments) -> Value:
-    """``self`` with one place of an axis replaced."""
-    value, source, dtype = a["self"], cast(a["src"], dtype_of(node)), dtype_of(node)
-    axis = a["dim"] % len(value.shape)
-    place = a["index"] % value.shape[axis]
-
-    def compute(load: Any, index: Index) -> Any:
-        inside = tirx.EQ(index[axis], number(place))
-        own = (*index[:axis], *index[axis + 1 :])
-        return s.select(inside, load(1, own), load(0, index))
-
-    return Gather(value.shape, dtype, (value, source), 2, compute=compute)
 
 
 @emitter("diagonal")
