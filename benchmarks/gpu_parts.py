@@ -230,7 +230,6 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
     """Name, bytes that have to move, the kernel, and the same in plain torch."""
     from fuseboard_triton.kernels import (
         cross_entropy,
-        gated,
         layer_norm,
         rms_norm,
         rotary,
@@ -279,18 +278,6 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
             lambda: torch.ops.aten.native_layer_norm_backward(
                 grad, x, [n], mean, rstd, w, b, [True, True, True]
             ),
-        ),
-        (
-            *("swiglu", 3 * size, named(gated.gated, x, y, "silu")),
-            lambda: F.silu(x) * y,
-        ),
-        (
-            *("swiglu backward", 5 * size, named(gated.gated_backward, grad, x, y, "silu")),
-            lambda: (torch.ops.aten.silu_backward(grad * y, x), grad * F.silu(x)),
-        ),
-        (
-            *("geglu", 3 * size, named(gated.gated, x, y, "gelu")),
-            lambda: F.gelu(x) * y,
         ),
         (
             *("rotary", 2 * heads.numel() * 2.0 + 4 * cos.numel()),

@@ -237,7 +237,8 @@ def test_forward_and_backward(function, width, dtype, by_hand):
     run = compiled(function, plugins={"triton": {"written_kernels": by_hand}})
     got = results(run, False)
     assert_closer(got, reference=results(function, True), rival=results(function, False))
-    assert any(note.startswith("written kernel") for note in notes()) == by_hand
+    is_written = by_hand and function is not swiglu  # which is pointwise
+    assert any(note.startswith("written kernel") for note in notes()) == is_written
 
 
 class Block(nn.Module):

@@ -169,14 +169,13 @@ def written() -> dict[str, tuple[Any, list[str], dict[str, Any], int]]:
     """Each kernel with the types of its arguments and its constants, for rows of 4096."""
     from fuseboard_triton.kernels import (
         cross_entropy,
-        gated,
         layer_norm,
         rms_norm,
         rotary,
     )
 
     half, full, long = "*bf16", "*fp32", "*i64"
-    found = {
+    return {
         "rms_norm": (
             *(rms_norm._forward, [half] * 4 + [full, half, "i32", "fp32"]),
             {"RESIDUAL": True, "WEIGHT": True, "BLOCK": 4096},
@@ -206,18 +205,11 @@ def written() -> dict[str, tuple[Any, list[str], dict[str, Any], int]]:
             {"BACKWARD": False, "ROWS": 16, "HALF": 64},
         ),
     }
-    for number, name in enumerate(("silu", "gelu", "gelu_tanh")):
-        constants = {"ACT": number, "BLOCK": 1024}
-        found[f"gated_{name}"] = (gated._forward, [half] * 3 + ["i32"] * 3, constants)
-        found[f"gated_{name}_backward"] = (gated._backward, [half] * 5 + ["i32"] * 3, constants)
-    return found
 
 
 NAMES = (
     *("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"),
     *("cross_entropy", "cross_entropy_backward", "rotary"),
-    *("gated_silu", "gated_silu_backward", "gated_gelu", "gated_gelu_backward"),
-    *("gated_gelu_tanh", "gated_gelu_tanh_backward"),
 )
 
 
@@ -228,6 +220,6 @@ def test_written(name, target, tmp_path):
     from fuseboard_triton.kernels._launching import warps_for
 
     function, types, constants = written()[name]
-    warps = 4 if name.startswith(("gated", "rotary")) else warps_for(constants["BLOCK"])
+    warps = 4 if name == "rotary" else warps_for(constants["BLOCK"])
     # The strides of a rotary embedding's operands are arguments: their unit isn't known here.
     check(compiled(function, types, constants, target, warps), tmp_path, vector=name != "rotary")

@@ -1,7 +1,7 @@
 """Generate and run Triton kernels on a CUDA GPU. Needs the ``triton`` extra.
 
 Pointwise ops and reductions of a region are put into as few kernels as they fit into; norms, rotary
-embeddings, gated activations and cross entropy have kernels written by hand.
+embeddings and cross entropy have kernels written by hand.
 """
 
 from __future__ import annotations

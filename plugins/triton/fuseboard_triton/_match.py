@@ -1,6 +1,6 @@
 """Where the written kernels fit, and their calls in the place of what they compute.
 
-Norms, rotary embeddings, gated products and cross entropy are the board's composites. What is said
+Norms, rotary embeddings and cross entropy are the board's composites. What is said
 here is which of them the kernels take: rows of so many elements, dtypes, layouts. A norm's kernel
 adds the residual as well, where what is normalised is a sum.
 """
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 import fuseboard
 from fuseboard_triton._ir import contiguous_strides, same
 from fuseboard_triton._torch_internals import size_of
-from fuseboard_triton.kernels import cross_entropy, gated, layer_norm, rms_norm, rotary
+from fuseboard_triton.kernels import cross_entropy, layer_norm, rms_norm, rotary
 from fuseboard_triton.kernels._launching import LONGEST_ROW
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -133,7 +133,7 @@ def _rms_norm_backward(found: fuseboard.Composite, sums: set[Node]) -> Match | N
     return Match(found.name, found, rms_norm.rms_norm_backward, args, outputs)
 
 
-# --- rotary embeddings, gated products ------------------------------------------------------------
+# --- rotary embeddings ----------------------------------------------------------------------------
 
 
 def _rotary(found: fuseboard.Composite, sums: set[Node]) -> Match | None:
@@ -160,29 +160,6 @@ def _reaches(table: Any, x: Any) -> bool:
     """Whether a table has all columns of ``x``."""
     small, large = meta(table).shape, meta(x).shape
     return len(small) > 0 and same(size_of(small[-1]), size_of(large[-1]))
-
-
-def _gated(found: fuseboard.Composite, sums: set[Node]) -> Match | None:
-    """All of one shape and dtype; what is written, and the gradient, contiguous."""
-    name, _, backward = found.name.partition("_")
-    *tensors, approximate = (*found.arguments.values(), None)[: 4 if backward else 3]
-    activation = _ACTIVATIONS[name, approximate]
-    nodes = [*tensors, *found.results.values()]
-    gate = found.arguments["gate"]
-    alike = all(equal_shapes(gate, one) and meta(gate).dtype == meta(one).dtype for one in nodes)
-    written = [*tensors[:-2], *found.results.values()]
-    if not alike or not is_plain(*written) or meta(gate).dim() == 0:
-        return None
-    kernel = gated.gated_backward if backward else gated.gated
-    outputs = _places(found, "grad_gate", "grad_up") if backward else None
-    return Match(found.name, found, kernel, (*tensors, activation), outputs)
-
-
-_ACTIVATIONS = {
-    ("swiglu", None): "silu",
-    ("geglu", "none"): "gelu",
-    ("geglu", "tanh"): "gelu_tanh",
-}
 
 
 # --- losses ------------------------------------------------------------------------------
@@ -223,10 +200,6 @@ _KERNELS: dict[str, Callable[[fuseboard.Composite, set[Node]], Match | None]] = 
     "rms_norm_backward": _rms_norm_backward,
     "layer_norm": _norm,
     "layer_norm_backward": _layer_norm_backward,
-    "swiglu": _gated,
-    "swiglu_backward": _gated,
-    "geglu": _gated,
-    "geglu_backward": _gated,
 }
 
 

@@ -28,14 +28,6 @@ def layer(x, y, w):
     return F.layer_norm(x + y, (16,), w, w, 1e-5)
 
 
-def swiglu(x, y, w):
-    return F.silu(x) * y
-
-
-def geglu(x, y, w):
-    return y * F.gelu(x, approximate="tanh")
-
-
 def rotate(x, y, w):
     table = w.detach()
     return x * table.cos() + turned(x) * table.sin(), y
@@ -60,8 +52,6 @@ def loss(x, y, w):
 CASES: dict[Callable[..., Any], tuple[set[str], set[str]]] = {
     rms: ({"add+rms_norm"}, set()),
     layer: ({"add+layer_norm"}, {"layer_norm_backward"}),
-    swiglu: ({"swiglu"}, {"swiglu_backward"}),
-    geglu: ({"geglu"}, {"geglu_backward"}),
     layer_by_hand: ({"layer_norm"}, set()),
     rotate: ({"rotary"}, {"rotary_backward"}),
     rotate_slices: ({"rotary"}, {"rotary_backward"}),

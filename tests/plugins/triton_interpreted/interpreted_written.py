@@ -7,7 +7,6 @@ import torch
 
 from fuseboard_triton.kernels import (
     cross_entropy,
-    gated,
     layer_norm,
     rms_norm,
     rotary,
@@ -86,17 +85,6 @@ def test_a_residual_is_added_first(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gated(activation, dtype):
-    """SwiGLU and both GeGLUs, on halves of one projection and on tensors of their own."""
-    both, grad = 2 * rnd(2, 3, 74, dtype=dtype), rnd(2, 3, 37, seed=1, dtype=dtype)
-    gate, up = both.chunk(2, -1)
-    check(gated.gated, gated.reference, gate, up, activation)
-    check(gated.gated_backward, gated.reference_backward, grad, gate, up, activation)
-    check(gated.gated, gated.reference, gate.contiguous(), up.contiguous(), activation)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [True, False])
 def test_cross_entropy(mean, dtype):
     """Loss, count and log-softmax, with targets that are ignored; and the gradient."""
@@ -128,5 +116,4 @@ def test_nothing_to_do():
     assert rms_norm.rms_norm(x, w, 1e-5)[0].shape == (0, 8)
     assert torch.equal(rms_norm.rms_norm_backward(x, x, w, torch.empty(0, 1))[1], torch.zeros(8))
     assert layer_norm.layer_norm(x, w, w, 1e-5)[0].shape == (0, 8)
-    assert gated.gated(x, x, "silu").shape == (0, 8)
     assert rotary.rotary(x, w, w).shape == (0, 8)
