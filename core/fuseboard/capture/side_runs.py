@@ -15,6 +15,7 @@ from fuseboard.run.kept_inputs import strided_copy
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.relaid import Relaid
+from fuseboard.torch_api.warned import without_warnings
 
 Run = Callable[..., Any]
 
@@ -79,13 +80,13 @@ class Copies:
 def results_of(run: Run, inputs: Copies) -> dict[str, Any]:
     """What a call gives and leaves, by names for people: results, what it wrote to, gradients."""
     given = inputs.made()
-    results = tree_leaves(run(*given))
+    results = without_warnings(lambda: tree_leaves(run(*given)))
     found = {f"output {i}": value for i, value in enumerate(results)}
     found |= {f"input {i} after the call": given[i] for i in sorted(inputs.anew)}
     found = {name: _kept(value) for name, value in found.items()}
     found |= _memory(results, given)
     if torch.is_grad_enabled():
-        found |= _gradients(results, given)
+        found |= without_warnings(lambda: _gradients(results, given))
         torch.clear_autocast_cache()  # it would keep a cast of each leaf until autocast ends
     return found
 

@@ -30,6 +30,7 @@ from fuseboard.profile.judge.interpret import (
 from fuseboard.profile.judge.replays import replayable
 from fuseboard.profile.judge.rules import Reached, Rule, reached_by, rule_of
 from fuseboard.profile.judge.spread import Spread, spread_of
+from fuseboard.torch_api.warned import without_warnings
 
 __all__ = ["Reference", "Rule", "make_reference", "replayable", "run_eager"]
 
@@ -86,10 +87,10 @@ def make_reference(graph: GraphModule, inputs: Sequence[Any]) -> Reference:
     inputs = list(inputs)
     first = Eager()
     with _undisturbed(graph, inputs):
-        eager = run(graph, inputs, first)
+        eager = without_warnings(lambda: run(graph, inputs, first))
     lifted = Lifted(first)
     with _undisturbed(graph, inputs):
-        precise = run(graph, inputs, lifted)
+        precise = without_warnings(lambda: run(graph, inputs, lifted))
     reached = reached_by(graph, {node: dtypes_of(form) for node, form in first.forms.items()})
     reasons = _why_unjudged(graph, inputs, reached, eager)
     rules: list[Rule] = []
@@ -134,7 +135,7 @@ def run_eager(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 def run_undisturbed(graph: GraphModule, inputs: Sequence[Any], how: Eager) -> list[Any]:
     """Run a graph op by op, with no gradients, autocast, or effect on the random numbers."""
     with _undisturbed(graph, inputs):
-        return run(graph, list(inputs), how)
+        return without_warnings(lambda: run(graph, list(inputs), how))
 
 
 def _why_unjudged(
@@ -201,7 +202,7 @@ class _Disturbed:
             self._spreads = ()  # the inputs were written to meanwhile
         if self._spreads is None:
             try:
-                self._spreads = self._measured()
+                self._spreads = without_warnings(self._measured)
             except Exception:  # an op that ran doesn't run again: eager's own error must do
                 self._spreads = ()
         return self._spreads
