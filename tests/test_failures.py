@@ -311,7 +311,15 @@ def _replaces_the_data(x):
     return x + y
 
 
+def _writes_over_itself(x, y):
+    return torch.vmap(lambda row, values: row.clone().unfold(0, 2, 1).copy_(values))(x, y)
+
+
 REFUSED = {
+    "memory that overlaps itself": (
+        _writes_over_itself,
+        lambda weight: (weight.detach(), weight.new_ones(4, 2, 2)),
+    ),
     "weight and its detached view": (
         _writes_to_a_weight,
         lambda weight: (weight, weight.detach()[:3]),
@@ -322,7 +330,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("function", "inputs"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_graph_that_aotautograd_refuses(function, inputs):
-    """Dynamo's own graph runs, and the report says why."""
+    """Dynamo's own graph runs, and the report says why: no plugin has failed."""
     with plugged() as backend:
         fn = compiled(function, backend)
         one, other = (nn.Parameter(rnd(4, 3)) for _ in range(2))
@@ -331,12 +339,27 @@ def test_a_graph_that_aotautograd_refuses(function, inputs):
             assert_same(fn(*given), function(*wanted))
             assert_same(given, wanted)
         assert_same(one, other)
-        (trip,) = all_trips()
-        assert (trip.plugin, trip.stage) == ("AOTAutograd", "capture")
-        assert trip.instead == "Dynamo's own graph"
+        assert not all_trips()
+        why = "Dynamo's own graph runs: AOTAutograd can't capture it: "
+        assert any(note.startswith(why) for note in last_graph().notes), last_graph().notes
         torch._dynamo.reset()
         with pytest.raises(Exception, match=r"RegionError.* stage 'capture'.*on_failure='raise'"):
             compiled(function, backend, on_failure="raise")(*inputs(one))
+
+
+def test_a_decomposition_that_raises():
+    """A plugin's is a failure, though AOTAutograd is who calls it."""
+
+    def raising(x):
+        raise NotImplementedError("no sines")
+
+    table = {torch.ops.aten.sin.default: raising}
+    with plugged(decompositions=lambda: table) as backend:
+        x = rnd(3).requires_grad_()
+        assert_same(compiled(lambda x: x.sin() * 2, backend)(x), x.sin() * 2)
+    (trip,) = all_trips()
+    assert trip.stage == "capture"
+    assert "no sines" in trip.error
 
 
 @pytest.mark.parametrize("policy", ["priority", "measured"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,3 +125,15 @@ def _distinct(inputs: Sequence[Any]) -> list[Any]:
         seen.add(id(value))
         found.append(value.detach() if repeated else value)
     return found
+
+
+def raised_in(table: Mapping[Any, Callable[..., Any]], error: BaseException) -> bool:
+    """Whether a decomposition of a table raised an exception, or something that it called."""
+    codes = set()
+    for decomposition in table.values():
+        function = inspect.unwrap(decomposition)
+        while isinstance(function, functools.partial):
+            function = inspect.unwrap(function.func)
+        codes.add(getattr(function, "__code__", None))
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)

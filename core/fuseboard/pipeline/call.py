@@ -20,6 +20,7 @@ from fuseboard.capture.original import fix_negative_bases, forward_of
 from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import LoweringError, PluginError, containable
+from fuseboard.lower.decompose import raised_in
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
@@ -119,7 +120,7 @@ def compile_graph(
         call.pipeline.leave_as_it_is(why)
         return as_dynamo_has_it()
     if why := unfit_graphs.why_unfit(graph, example_inputs):
-        call.pipeline.contain_refused_graph(LoweringError(why))
+        call.pipeline.leave_refused_graph(LoweringError(why))
         return as_dynamo_has_it()
     around = bundled or (lambda compiler: compiler)
     if bundled is not None:
@@ -146,7 +147,10 @@ def compile_graph(
                 return as_dynamo_has_it()
             if captured is not graph:
                 return without_rewrites(describe(error))
-            call.pipeline.contain_refused_graph(error)
+            if raised_in(table, error):
+                call.pipeline.contain_refused_graph(error)
+            else:
+                call.pipeline.leave_refused_graph(error)
             return as_dynamo_has_it()
     call.complete_gradients(functions)
     if problem := call.capture_problem(compiled, example_inputs):

@@ -63,7 +63,7 @@ from fuseboard.report.names import call_numbers, next_name
 from fuseboard.report.nodes import describe_ends, describe_node
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.captured_graph import CapturedGraph
-from fuseboard.run.failure import contain, trip
+from fuseboard.run.failure import contain, describe, trip
 from fuseboard.run.program import Program
 from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.run.runner import Runner
@@ -161,7 +161,7 @@ class Pipeline:
         refused_by: str = "AOTAutograd",
         instead: str = "Dynamo's own graph",
     ) -> None:
-        """AOTAutograd can't capture the graph, which then runs as Dynamo has it.
+        """The graph can't be captured as what it is, through a fault of somebody's.
 
         :raises RegionError: the policy is to raise.
         """
@@ -174,6 +174,19 @@ class Pipeline:
         """Nothing is tried: the graph runs as Dynamo has it, which is no failure."""
         report = self._report("inference")
         ledger.add(report)
+        self._leave(report, why)
+
+    def leave_refused_graph(self, error: BaseException) -> None:
+        """AOTAutograd can't have the graph, which is left as it is: no plugin has failed.
+
+        :raises RegionError: the policy is to raise.
+        """
+        report = self._report("inference")
+        ledger.add(report)
+        self._contain(report, "AOTAutograd", "capture", error)
+        self._leave(report, f"AOTAutograd can't capture it: {describe(error)}")
+
+    def _leave(self, report: GraphReport, why: str) -> None:
         report.notes.append(f"Dynamo's own graph runs: {why}")
         emit(report)
 
@@ -471,13 +484,18 @@ class Pipeline:
         self, report: GraphReport, plugin: str, stage: Stage, error: BaseException, instead: str
     ) -> None:
         """Contain a failure that isn't a region's, or raise it if the policy says so."""
+        self._contain(report, plugin, stage, error)
+        trip(report, plugin, stage, report.name, error, instead)
+
+    def _contain(
+        self, report: GraphReport, plugin: str, stage: Stage, error: BaseException
+    ) -> None:
         if isinstance(error, PluginError) and (
             where := self.session.override_origin(stage, plugin)
         ):
             error.add(f"It decides the {stage} by {where}.")
         what = f"plugin {plugin!r} failed in stage {stage!r} on graph {report.name!r}"
         contain(self.session, report.name, plugin, stage, error, what)
-        trip(report, plugin, stage, report.name, error, instead)
 
     def _report(self, kind: GraphKind) -> GraphReport:
         backends = tuple(info.name for info in self.session.backends)

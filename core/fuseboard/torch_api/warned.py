@@ -1,8 +1,8 @@
 """What torch's C++ warns of in runs that nobody asked for: nothing is shown.
 
 An op that is called as ``torch.std`` makes Python's warnings of what C++ warns of; called as
-``torch.ops.aten.std`` it prints them, each time, in a form that no filter stops. The board's own runs
-call ops in that way, on the user's values, so that one warning of the program's became dozens.
+``torch.ops.aten.std`` it prints them, each time, in a form that no filter stops. The board's own
+runs call ops in that way, on the user's values, so that one warning of the program's became dozens.
 
 Read against torch 2.13: ``torch/csrc/Exceptions.h`` (``PyWarningHandler``, in each function that is
 bound with ``HANDLE_TH_ERRORS``) and ``torch/csrc/utils/tensor_apply.cpp``. Python drops a warning
@@ -44,5 +44,5 @@ def _apply_to(tensor: torch.Tensor, call: Callable[[Any], Any]) -> None:
     tensor.apply_(call)
 
 
-#: The same in a module without a name, which is where Python takes the handler's warnings to be from.
+#: The same in a module without a name, from which the handler's warnings then are.
 _apply = FunctionType(_apply_to.__code__, {"__name__": None, "__builtins__": builtins})
