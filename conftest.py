@@ -26,6 +26,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Settings of whoever runs the tests would change what is tested.
 for _name in [name for name in os.environ if name.startswith("FUSEBOARD_")]:
     del os.environ[_name]
+# What a terminal's owner prefers, and what services that run tests set, changes what is printed.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
+    os.environ.pop(_name, None)
 # Most tests are about one stage, and say which backend runs what. What measuring chooses depends on
 # the machine: tests of the policy `measured`, and the cases, ask for it.
 os.environ["FUSEBOARD_POLICY"] = "priority"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -62,10 +64,12 @@ def test_models_of_the_transformers_library(which, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(("which", "train"), zip(MODELS, cycle([True, False])))
 def test_it_is_found_at_base_size(which, train):
-    """In a layer of the width, heads and tokens of images and sound that models have."""
+    """In a layer of the width, heads and tokens of images and sound that models have.
+
+    Each model in training or in inference: small ones show above that it is found in both.
+    """
     pytest.importorskip("transformers")
     model, inputs, count = base_model(which)
     model.train(train)
@@ -111,28 +115,41 @@ def saved_bytes(model, inputs):
     return sum(found_bytes.values())
 
 
+@cache
+def bytes_that_inductor_saves(which, drops):
+    """Between a model's forward and backward, by Inductor's own split."""
+    torch._dynamo.reset()
+    model, inputs, _ = eager_model(which, DROPOUT[which] if drops else {})
+    return saved_bytes(torch.compile(model.train(), backend=split_by_inductor), inputs)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("form", ["rewritten", "as_written", "with_dropout"])
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(
+    ("which", "form"),
+    [
+        (which, form)
+        for which, left in zip(MODELS, cycle(["with_dropout", "as_written"]))
+        for form in ("rewritten", left)
+    ],
+)
 def test_a_model_saves_no_more_than_inductor(which, form, monkeypatch):
     """By default, with every backend that is installed: written as one op, and left as written.
 
-    With a dropout it is left as written, since the kernel draws no mask: eager's is drawn.
+    With a dropout it is left as written, since the kernel draws no mask: eager's is drawn. Models
+    that are much alike, such as BERT and RoBERTa, take turns with the two reasons to leave it.
     """
     pytest.importorskip("transformers")
     if form == "as_written":
         monkeypatch.undo()
-    further = DROPOUT[which] if form == "with_dropout" else {}
+    drops = form == "with_dropout"
+    allowed = bytes_that_inductor_saves(which, drops)
+    torch._dynamo.reset()
+    model, inputs, count = eager_model(which, DROPOUT[which] if drops else {})
     options = {
         **{"policy": "priority", "settle": "in_calls", "verify": "off"},
         "stages.lower": f"{__name__}:lowered_eagerly",
     }
-    saved = []
-    for backend in (split_by_inductor, "fuseboard"):
-        torch._dynamo.reset()
-        model, inputs, count = eager_model(which, further)
-        more = {"options": options} if backend == "fuseboard" else {}
-        saved.append(saved_bytes(torch.compile(model.train(), backend=backend, **more), inputs))
+    run = torch.compile(model.train(), backend="fuseboard", options=options)
+    assert saved_bytes(run, inputs) <= allowed
     assert found() == (count if form == "rewritten" else 0)
-    assert saved[1] <= saved[0]
     assert not all_trips()

@@ -106,7 +106,7 @@ def test_processes_that_are_killed_harm_no_other(tmp_path):
     assert later.returncode == 0, err
     assert out.splitlines()[-1].endswith("True []")
     assert "cache" not in err
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := _with_variable(str(cache))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []

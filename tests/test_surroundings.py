@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -39,22 +37,13 @@ def _measured(monkeypatch, tmp_path):
 def held_against_eager(case: Case, winner: str = "timed", calls: int = 6, **options: Any) -> None:
     """A case's calls do what eager's do, and leave the process as eager leaves it.
 
-    What neither Dynamo by itself nor AOTAutograd on eager's kernels does as eager isn't held. Where
-    Dynamo fails to trace what eager runs, in code that no backend has a part in, the case is seen
-    once more, with a warning that shows where: that was seen twice in many thousand traces.
+    What neither Dynamo by itself nor AOTAutograd on eager's kernels does as eager isn't held.
     """
     want = observations(case, lambda function: function, calls)
     assert not broken(), "eager itself broke something"
     before = state()
     with _winning(winner):
         got = observations(case, _compiled("fuseboard", **options), calls)
-        pairs = zip(got, want, strict=True)
-        untraced = [
-            one["raises"] for one, eager in pairs if one.keys() - eager.keys() >= {"raises"}
-        ]
-        if failed := list(filter(None, map(_failed_in_dynamo, untraced))):
-            warnings.warn(f"{case}: seen again after\n{failed[0]}", stacklevel=2)
-            got = observations(case, _compiled("fuseboard", **options), calls)
     after = state()
     spoiled = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
     assert (spoiled, broken()) == ({}, {}), str(case)
@@ -69,14 +58,6 @@ def held_against_eager(case: Case, winner: str = "timed", calls: int = 6, **opti
         f"call {n}, {name}: {what}" for n, one in enumerate(wrong) for name, what in one.items()
     ]
     assert not told, "\n".join([str(case), *told])
-
-
-def _failed_in_dynamo(error: BaseException) -> str:
-    """The traceback of a failure to trace a call in which no backend had a part, else nothing."""
-    shown = "".join(traceback.format_exception(error))
-    traces = "torch/_dynamo/convert_frame.py" in shown
-    ours = "core/fuseboard/" in shown or "/fuseboard_" in shown
-    return shown if traces and not ours else ""
 
 
 def _compiled(backend: str, **options: Any) -> Any:
@@ -182,7 +163,7 @@ def test_a_program_does_what_eager_does(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1060))
+@pytest.mark.parametrize("seed", range(1000, 1036))
 def test_more_programs_do_what_eager_does(seed):
     """The same for many more."""
     held_against_eager(random_case(seed), WINNERS[seed % 3], **QUICK)

@@ -149,11 +149,11 @@ def test_the_references_differ_as_rounding_does(name, optimizer):
     assert losses[(STEPS - 1) // BATCHES * BATCHES] < losses[0]  # the same batch
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.thorough
-def test_many_regions(name, optimizer):
+def test_many_regions(name):
     """Two backends in turn, node by node: forward and backward cut into many regions."""
+    optimizer = "adamw"  # whole compilers are held to the steps of the other one
     task, model = TASKS[name], TASKS[name].model()
     ledger.clear()
     with plugged("other"):
@@ -167,15 +167,15 @@ def test_many_regions(name, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backends", [("inductor",), ()], ids=["inductor", "default"])
-@pytest.mark.parametrize("name", TASKS)
-def test_backends_that_compile(name, backends):
-    """Inductor alone, and the default order of all that is installed."""
-    optimizer = next(iter(OPTIMIZERS))  # the others read the same gradients
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "resnet18"])
+def test_backends_that_compile(name):
+    """The default order of all that is installed; in training, Inductor takes all that it finds.
+
+    The smooth ResNet has the other one's convolutions, and no ReLU that rounding switches.
+    """
+    optimizer = "sgd"  # the other one reads the same gradients
     task, model = TASKS[name], TASKS[name].model()
     ledger.clear()
-    options = {"backends": list(backends)} if backends else {}
-    function = torch.compile(model, backend="fuseboard", options=options)
-    run = train(task, optimizer, model, function)
+    run = train(task, optimizer, model, torch.compile(model, backend="fuseboard"))
     assert_trained_as_eager(task, optimizer, run)
     assert not all_trips()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fuseboard.board import board
+from fuseboard.workshop import slices
 from fuseboard.workshop.desk import desk
 from fuseboard.workshop.life import Life
 from tests.support.eager_loses import MEASURE
@@ -67,6 +68,8 @@ def _measured(monkeypatch, tmp_path):
 def _swapped(_measured, monkeypatch):
     """By the defaults; what the workshop chose takes over before the first call is answered."""
     monkeypatch.delenv("FUSEBOARD_SETTLE")
+    # The call under way waits for the work that would pause for it.
+    monkeypatch.setattr(slices, "PAUSE_S", 0.0)
     monkeypatch.setattr("fuseboard.workshop.trial.Trial._winner", lambda trial: 1)
     begin = Life.begin
 

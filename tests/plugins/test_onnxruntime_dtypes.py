@@ -81,12 +81,13 @@ def variants(op: Any) -> Iterator[tuple[str, Callable[..., Any], list[torch.Tens
         for whole in {False, any(isinstance(leaf, float) for leaf in leaves)}:
             call = _caller(op, [_whole(leaf) if whole else leaf for leaf in leaves], structure)
             for dtype in DTYPES if floats else ():
-                for name, changed, large in (
-                    ("all", floats, False),
-                    ("all, large", floats, True),
-                    ("the first", floats[:1], False),
-                    ("but the first", floats[1:], False),
-                ):
+                ways = [("all", floats, False)]
+                if dtype != torch.bool:
+                    ways.append(("all, large", floats, True))
+                if len(floats) > 1:
+                    ways.append(("the first", floats[:1], False))
+                    ways.append(("but the first", floats[1:], False))
+                for name, changed, large in ways:
                     tensors = [
                         numbers(leaf, dtype, i, large) if i in changed else _as_it_was(leaf, i)
                         for i, leaf in enumerate(given)

@@ -32,8 +32,8 @@ RUN = SamplingOptions(100.0, 60.0)
 
 
 def spin(seconds: float) -> str:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    end = time.process_time() + seconds  # py-spy leaves out who waits for a core
+    while time.process_time() < end:
         sum(range(2000))
     return "spun"
 
@@ -55,8 +55,8 @@ def tracing():
 
 
 def settled(sampler, *, while_="starting"):
-    """The first other status, within 20 s."""
-    end = time.monotonic() + 20
+    """The first other status, within a minute."""
+    end = time.monotonic() + 60
     while (status := sampler.status()).state == while_ and time.monotonic() < end:
         time.sleep(0.02)
     return status
@@ -82,10 +82,12 @@ def fake(tmp_path: Path, text: str) -> str:
 def test_a_real_session_sees_the_function_that_spins(tracing):
     """Most samples are in it, at its lines; the rate is about what was asked for."""
     profiler = SamplingProfiler(sampler="pyspy", stop_at_error=True)
+    start = time.perf_counter()
     assert profiler.profile(spin, 0.6) == "spun"
+    seconds = time.perf_counter() - start
     samples = here(profiler.result)
     inside = [s for s in samples if any(f.name == "spin" for f in s.stack)]
-    assert 10 <= len(inside) <= 90  # 60 on a machine that is free
+    assert 10 <= len(inside) <= 150 * seconds  # 60 on a machine that is free
     assert len(inside) > 0.5 * len(samples)
     frame = next(f for f in inside[0].stack if f.name == "spin")
     first = spin.__code__.co_firstlineno
@@ -293,11 +295,15 @@ def test_options_reach_the_command_line(options, flags, tmp_path, monkeypatch):
 def test_a_py_spy_that_hangs_is_killed(tmp_path):
     """It ignores SIGINT; the second stop ends it."""
     sampler = PySpy(
-        fake(tmp_path, "import signal, time\nsignal.signal(2, signal.SIG_IGN)\ntime.sleep(60)"),
+        fake(
+            tmp_path,
+            "import signal, time\nsignal.signal(2, signal.SIG_IGN)\n"
+            "print('Sampling process', flush=True)\ntime.sleep(60)",
+        ),
         native=False,
     )
     sampler.start(os.getpid(), "run", RUN)
-    time.sleep(0.3)
+    assert settled(sampler).state == "running"
     sampler.stop()
     assert sampler.results() is None
     sampler.stop()

@@ -68,7 +68,8 @@ def absent(rank: int) -> Any:
     """Rank 1 never asks."""
     if rank == 1:
         return "elsewhere"
-    check_ranks_agree({"graph": "abc"}, "the graph of absent", wait_s=0.5)
+    # Rank 2 comes within that time, however busy the machine is.
+    check_ranks_agree({"graph": "abc"}, "the graph of absent", wait_s=3.0)
 
 
 def late(rank: int) -> Any:
