@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from html import unescape
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fuseboard import Explanation
+from fuseboard.explanations import scatter
 from fuseboard.explanations.bars import chart
 from fuseboard.profile.observe.sampling_result import RegionShare
 from fuseboard.report.data import CandidateReport
@@ -34,6 +36,22 @@ def compared(*more: CandidateReport) -> Explanation:
         decided="measured in a call",
         backends=("mkldnn", "onnxruntime", "inductor", "liar", "eager"),
         left_out={"tvm": "it runs only where the setting backends names it"},
+    )
+
+
+def inexact() -> Explanation:
+    """Candidates with errors: two exact ones, one within the budget, one beyond it."""
+    told = {"low_us": 1.0, "high_us": 5000.0, "comparison": 1}
+    return chosen(
+        [
+            CandidateReport("eager", "slower", 4000.0, error=1e-7, **told),
+            CandidateReport("mkldnn", "slower", 3000.0, error=0.0, **told),
+            CandidateReport("mkldnn in int8", "chosen", 1000.0, error=1e-2, tolerance=0.1, **told),
+            CandidateReport("eager in half", "inexact", error=0.5, tolerance=0.1, problem="large"),
+            CandidateReport("inductor", "waiting"),
+        ],
+        tolerance="0.1 (norm)",
+        decided="measured in a call",
     )
 
 
@@ -106,6 +124,48 @@ def test_bars_of_an_earlier_comparison_are_told_to_be_scaled():
     told = "the times of eager, mkldnn+eager, onnxruntime are of an earlier comparison, multiplied"
     assert told in words(several.to_html())
     assert "earlier comparison" not in words(compared().to_html())
+
+
+def test_errors_are_drawn_against_times():
+    """Half as high is as much more exact; what wasn't timed, or has no error, is no point."""
+    picture = scatter.scatter(inexact().graphs[0])
+    assert picture is not None
+    eager, exact, int8 = picture.points
+    width, height = scatter.RIGHT - scatter.LEFT, scatter.BOTTOM - scatter.TOP
+    assert [point.number for point in picture.points] == [1, 2, 3]
+    shares = [(point.x - scatter.LEFT) / width for point in picture.points]
+    assert shares == pytest.approx([1.0, 0.75, 0.25], abs=1e-3)
+    assert exact.y == scatter.BOTTOM  # zeros are at the foot
+    assert [label.text for label in picture.errors] == ["1e-9", "1e-7", "1e-5", "1e-3", "1e-1"]
+    decade = height / 9  # from 1e-9 to 1
+    assert eager.y - int8.y == pytest.approx(5 * decade, abs=0.2)
+    (budget,) = picture.budgets
+    assert int8.y - budget.at == pytest.approx(decade, abs=0.2)
+    assert [row.name for _, row in picture.rows] == [
+        "eager",
+        "mkldnn",
+        "mkldnn in int8",
+        "eager in half",
+    ]
+
+
+def test_the_picture_of_errors_can_be_read():
+    """It has a title, a description, and a table with the same."""
+    html = inexact().to_html()
+    assert html.count('<g class="point') == 3
+    labelled = 'role="img" aria-labelledby="inference0-errors inference0-errors-told"'
+    assert labelled in html
+    text = words(html)
+    assert "Error against time of the candidates of inference0" in text
+    assert "3 mkldnn in int8 chosen 1.00 ms 4.00 0.01" in text
+    assert "4 eager in half inexact - - 0.5" in text
+
+
+def test_without_a_budget_there_is_no_picture_of_errors():
+    """Nor where there is nothing to compare."""
+    assert "<figure" not in compared().to_html()
+    alone = chosen([CandidateReport("eager", "chosen", 1.0, error=1e-7)], tolerance="0.1 (norm)")
+    assert "<figure" not in alone.to_html()
 
 
 # --- in a browser ---------------------------------------------------------------------------------
@@ -215,8 +275,10 @@ def test_charts_are_accessible(opened, scheme, forced):
     """No violation of axe's rules, contrast among them."""
     from axe_playwright_python.base import AXE_FILE_PATH
 
-    page = opened(compared(), Profile(), color_scheme=scheme, forced_colors=forced)
-    page.page.locator(".untried summary").click()
+    shown = compared()
+    shown.graphs.extend(dataclasses.replace(one, name="inference1") for one in inexact().graphs)
+    page = opened(shown, Profile(), color_scheme=scheme, forced_colors=forced)
+    page.page.locator("#inference0 .untried summary").click()
     page.page.evaluate(Path(AXE_FILE_PATH).read_text("utf-8"))
     found = page.page.evaluate("axe.run()")
     problems = [(v["id"], [n["html"][:200] for n in v["nodes"]]) for v in found["violations"]]

@@ -23,6 +23,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fuseboard.contracts import Trip
+from fuseboard.explanations import scatter
 from fuseboard.explanations.bars import chart
 from fuseboard.explanations.folding import Box, fold
 from fuseboard.module_names import readable
@@ -98,6 +99,7 @@ def render_page(explanation: Explanation, title: str = "", profile: Profile | No
 @cache
 def _templates() -> Environment:
     environment = pages.templates(__package__)
+    environment.globals["box"] = scatter
     environment.filters.update(
         many=words.many,
         ops=words.ops,
@@ -109,6 +111,7 @@ def _templates() -> Environment:
         stages=_stages,
         regions=_region_rows,
         chart=chart,
+        scatter=scatter.scatter,
         why=choices.why,
         pending=choices.pending,
         scaled=choices.scaled,
