@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from fuseboard.contracts import Fusion, GraphKind, Region
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.effects import order_keepers
+from fuseboard.ops.forms import are_alike
 from fuseboard.ops.views import exposed_nodes
 from fuseboard.torch_api.internals import free_symbols, real_tensors
 
@@ -115,7 +116,7 @@ def _replaced(name: str, node: Node, by: Any) -> Fusion:
 
 def _is_no_op(node: Node) -> bool:
     before = node.args[0] if node.args else None
-    if not isinstance(before, Node) or not _are_alike(before.meta.get("val"), node.meta.get("val")):
+    if not isinstance(before, Node) or not are_alike(before.meta.get("val"), node.meta.get("val")):
         return False
     if getattr(node.target, "overloadpacket", None) in _MOVES:
         return not node.kwargs.get("pin_memory")
@@ -123,25 +124,6 @@ def _is_no_op(node: Node) -> bool:
         # As text: -0.0 isn't 0, and True isn't 1.
         return not node.kwargs and repr(node.args[1]) in _NEUTRAL[node.target]
     return False
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two fake tensors have one form: dtype, device, sizes and strides."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return False
-    if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
-        return False
-    if one.dim() != other.dim() or one.is_conj() or one.is_neg():
-        return False
-    pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)
-    return all(_is_same_number(*pair) for pair in pairs)
-
-
-def _is_same_number(one: Any, other: Any) -> bool:
-    """Without a guard on symbolic ones."""
-    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
-        return bool(one.node.expr == other.node.expr)
-    return type(one) is type(other) and bool(one == other)
 
 
 # --- the same thing twice -------------------------------------------------------------------------

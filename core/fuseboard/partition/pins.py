@@ -13,11 +13,12 @@ counts: that with more parts without a wildcard, then with more letters, then th
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -111,6 +112,15 @@ class Wishes:
         if node in self.reasons:
             return self.reasons[node]
         return f"{reason}; {self.unmet[node]}" if node in self.unmet else reason
+
+    def with_boards(self, nodes: Iterable[str], backend: str, why: str) -> Wishes:
+        """The same, with nodes that the board wants there."""
+        own = list(nodes)
+        return dataclasses.replace(
+            self,
+            pins={**self.pins, **dict.fromkeys(own, backend)},
+            reasons={**self.reasons, **dict.fromkeys(own, why)},
+        )
 
 
 @dataclass(frozen=True)

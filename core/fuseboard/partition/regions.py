@@ -15,6 +15,7 @@ from fuseboard.ops.effects import order_keepers
 from fuseboard.ops.estimate import is_creation
 from fuseboard.partition.places import Place
 from fuseboard.partition.stages import stage_nodes
+from fuseboard.partition.writes import Write
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.copies import graph_module, part_of_graph
 
@@ -26,6 +27,7 @@ class Cut:
     :ivar inputs: nodes of the outer graph, in the order of the region's placeholders.
     :ivar outputs: nodes of the outer graph, in the order of the region's outputs.
     :ivar owner: the outer graph, which holds the constants.
+    :ivar writes: whether it is one write to an input of the graph, and can be made in place.
     """
 
     place: Place
@@ -34,6 +36,7 @@ class Cut:
     inputs: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
     written: Graph | None = None
+    writes: bool = False
 
     @functools.cached_property
     def graph(self) -> GraphModule:
@@ -51,11 +54,13 @@ def cut_regions(
     placements: Mapping[str, str],
     kept: Collection[Node],
     regions: Sequence[Sequence[str]] = (),
+    writes: Sequence[Write] = (),
 ) -> list[Cut]:
     """The regions of a plan in an order in which they can run.
 
     :param kept: the board's own nodes; regions that read them get copies.
     :param regions: the names of the nodes of each planned region, in the order to run them.
+    :param writes: those that may be made in place, where they are regions by themselves.
     """
     kept = set(kept)
     position = {node: number for number, node in enumerate(graph.graph.nodes)}
@@ -72,8 +77,10 @@ def cut_regions(
         if cut.place.planned >= 0:
             _follow(cut, regions[cut.place.planned])
     extraction = _Extraction(_symbol_placeholders(graph), kept, places, position)
+    alone = {write.nodes for write in writes}
     for cut in ordered:
         extraction.fill(cut)
+        cut.writes = tuple(cut.nodes) in alone
     return _late(ordered, position)
 
 

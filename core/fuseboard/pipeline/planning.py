@@ -20,7 +20,9 @@ from fuseboard.partition.inner_plans import InnerPlan, InnerPlans, regions_with
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
 from fuseboard.partition.plan_check import PlanCheck
+from fuseboard.partition.stages import contraction_cycle
 from fuseboard.partition.support import Support
+from fuseboard.partition.writes import regions_with_writes
 from fuseboard.pipeline.inner_planning import InnerPlanner, with_inner
 from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placeable_nodes
 from fuseboard.profile.choose.ranks import several_ranks
@@ -186,19 +188,26 @@ class Planner:
             )
             pins = staged.wishes.pins
             PlanCheck(placeable_nodes(graph, kept), claims, pins, self.pins.paths, who)(plan)
-            return who, _with_inner_regions(plan, staged)
+            return who, _with_own_regions(plan, staged)
         except (PluginError, LoweringError) as error:
             plugin = getattr(error, "plugin", "") or who
             self._tripped(report, plugin, "plan", error, "the default plan")
-            return plugin, _with_inner_regions(make_plan(**arguments), staged)
+            return plugin, _with_own_regions(make_plan(**arguments), staged)
 
 
-def _with_inner_regions(plan: Plan, staged: StagedGraph) -> Plan:
-    """The plan with each higher-order node whose graphs are planned as a region."""
-    if not staged.inner_plans:
+def _with_own_regions(plan: Plan, staged: StagedGraph) -> Plan:
+    """The plan with a region for each higher-order node whose graphs are planned, and each write.
+
+    A write would wait for itself where a planned region lies on both sides of it; such a plan has
+    none, and the write makes a copy.
+    """
+    if not staged.inner_plans and not staged.writes:
         return plan
     nodes = {node.name: node for node in placeable_nodes(staged.graph, staged.board_nodes)}
     regions = regions_with(plan.regions, staged.inner_plans, plan.placements, nodes)
+    with_writes = regions_with_writes(regions, staged.writes)
+    if len(with_writes) > len(regions) and not contraction_cycle([*nodes.values()], with_writes):
+        regions = with_writes
     return dataclasses.replace(plan, regions=regions)
 
 

@@ -18,6 +18,7 @@ from fuseboard.partition.inner_plans import InnerPlans
 from fuseboard.partition.pins import Wishes
 from fuseboard.partition.places import Place
 from fuseboard.partition.regions import Cut
+from fuseboard.partition.writes import Write
 from fuseboard.pipeline.narrowing import NarrowedGraph
 from fuseboard.report.data import GraphReport
 from fuseboard.report.nodes import describe_node
@@ -43,6 +44,7 @@ class StagedGraph:
     :ivar board_nodes: the board's own nodes, with reasons.
     :ivar inner_plans: for the graphs of higher-order nodes.
     :ivar unversioned: positions of inputs that are inference tensors, which have no versions.
+    :ivar writes: to inputs, which the board makes itself.
     :ivar narrowed: of what narrower version ``graph`` is; None where it is exact.
     """
 
@@ -57,6 +59,7 @@ class StagedGraph:
     wishes: Wishes = field(default_factory=Wishes)
     inner_plans: InnerPlans = field(default_factory=dict)
     unversioned: frozenset[int] = frozenset()
+    writes: Sequence[Write] = ()
     narrowed: NarrowedGraph | None = None
 
     @property
@@ -97,7 +100,8 @@ class CutPlan:
     def name(self) -> str:
         """What a candidate is called: its backends, whether repeated blocks share code, in what."""
         names = "+".join(dict.fromkeys(cut.backend for cut in self.cuts)) or "eager"
-        names = f"{names} by blocks" if self.plan.regions else names
+        in_blocks = any(cut.place.planned >= 0 and not cut.writes for cut in self.cuts)
+        names = f"{names} by blocks" if in_blocks else names
         narrowed = self.staged.narrowed
         return names if narrowed is None else f"{names} {narrowed.name}"
 

@@ -34,6 +34,7 @@ from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import cut_regions
+from fuseboard.partition.writes import WHY, find_writes, without_writes
 from fuseboard.pipeline.example_inputs import ExampleInputs
 from fuseboard.pipeline.narrowing import Narrower
 from fuseboard.pipeline.planning import Planner, defers
@@ -324,14 +325,19 @@ class Pipeline:
         graph, kind, report = staged.graph, staged.kind, staged.report
         with report.timed("partition"), collection_paused():
             kept = board_nodes(graph)
+            writes = find_writes(graph, staged.roles.copied_back) if kind == "inference" else []
             wanted = self.pins.of(placeable_nodes(graph, kept))
-            claims, inner = self.planner.claims(graph, kind, kept, wanted.excluded, report)
+            excluded = without_writes(wanted.excluded, writes, self.session.backends)
+            claims, inner = self.planner.claims(graph, kind, kept, excluded, report)
+        written = [name for write in writes for name in write.names]
+        eager = self.session.backends[-1].name
         return dataclasses.replace(
             staged,
             board_nodes=kept,
             claims=claims,
-            wishes=wanted.resolve(claims),
+            wishes=wanted.resolve(claims).with_boards(written, eager, WHY),
             inner_plans=inner,
+            writes=writes,
         )
 
     def _narrowed(self, staged: StagedGraph) -> list[StagedGraph]:
@@ -361,7 +367,8 @@ class Pipeline:
 
     def _cut(self, staged: StagedGraph, plan: Plan) -> CutPlan:
         graph, kept = staged.graph, list(staged.board_nodes)
-        return CutPlan(staged, plan, cut_regions(graph, plan.placements, kept, plan.regions))
+        cuts = cut_regions(graph, plan.placements, kept, plan.regions, staged.writes)
+        return CutPlan(staged, plan, cuts)
 
     def _lowering(
         self, staged: StagedGraph, report: GraphReport, counter: FusionCounter

@@ -2,7 +2,8 @@
 
 Each function is generated. The *plain* one holds the weights check and the region calls, and sends
 some calls to one that looks at what they return, too; the *checked* one holds each region's outputs
-against its contract; a *trial* lets exceptions pass, so that programs can be compared. Past 400
+against its contract; a *trial* lets exceptions pass, so that programs can be compared. The plain
+one alone writes to the call's inputs: what isn't known to be right yet writes to copies. Past 400
 lines: the functions share the parts that they are written from.
 """
 
@@ -161,7 +162,7 @@ class Program:
         name = source.unique(f"{self.context.report.name}_trial")
         names, _ = self._open(source)
         self._write_weights_check(source, names, 1)
-        self._write_body(source, names, 1, checks, contained=False, local="")
+        self._write_body(source, names, 1, checks, contained=False, local="", copies=True)
         source.line(f"return {self._result(source, names, frozenset())}")
         source.spans.clear()  # it may be timed, and spans take time
         return source.function(name, "args")
@@ -225,7 +226,7 @@ class Program:
 
     def _passes_through(self, cloned: frozenset[int]) -> bool:
         """One region is all there is: its list is the call's, its results are the call's."""
-        if len(self.sites) != 1 or self.sets is not None or cloned:
+        if len(self.sites) != 1 or self.sets is not None or cloned or self.sites[0].in_place:
             return False
         cut = self.sites[0].cut
         return (
@@ -330,10 +331,12 @@ class Program:
         contained: bool,
         local: str,
         looks: bool = False,
+        copies: bool = False,
     ) -> None:
         """Region calls in order, then the board's own nodes that outputs need.
 
         :param local: the variable that holds the number of the running site; "" for none.
+        :param copies: writes are made to copies of the inputs.
         """
         results = self.context.results
         returned = {node for site in self.sites for node in site.cut.outputs}
@@ -357,7 +360,11 @@ class Program:
             else:
                 # Inputs with no further reader are freed by the region itself, as it reads them.
                 handed_over = set() if checks is not None else set(step.cut.inputs) & set(ended)
-                self._write_site(source, names, indent, number, checks, looks, handed_over)
+                function = None if copies or checks is not None else step.in_place
+                if function is not None:
+                    self._write_in_place(source, names, indent, step, function)
+                else:
+                    self._write_site(source, names, indent, number, checks, looks, handed_over)
                 ended = [node for node in ended if node not in handed_over]
             _write_del(source, [names[node] for node in ended if node in names], indent)
 
@@ -422,6 +429,17 @@ class Program:
         if looks and site.outputs and not site.trusted:
             variables = [names[node] for node in site.cut.outputs]
             write_check(source, indent, lowered.author, site.outputs, variables)
+
+    def _write_in_place(
+        self, source: Source, names: dict[Node, str], indent: int, site: Site, function: Boxed
+    ) -> None:
+        """A write to an input."""
+        given = ", ".join(names[node] for node in site.cut.inputs)
+        (node,) = site.cut.outputs
+        names[node] = source.unique(node.name)
+        callee = source.bind_apart(function, site.lowered.region.name.replace(".", "_"))
+        source.spans[callee] = site.span
+        source.line(f"{names[node]}, = {callee}([{given}])", indent)
 
     def _inner_outputs(self, cut: Cut) -> frozenset[int]:
         """Positions of a region's outputs that nothing but other regions reads."""

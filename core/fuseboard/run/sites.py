@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,9 @@ from torch.fx import GraphModule
 
 from fuseboard.contracts import Boxed, Region
 from fuseboard.partition.regions import Cut
+from fuseboard.partition.writes import in_place
 from fuseboard.report.nodes import modules_text
+from fuseboard.run.eager import boxed_function
 from fuseboard.run.outputs import Output, common_form
 
 
@@ -65,6 +68,16 @@ class Site:
     dynamo_graph_as: GraphModule | None = None
     outputs: tuple[Output, ...] = ()
     tripped: str = ""
+
+    @functools.cached_property
+    def in_place(self) -> Boxed | None:
+        """What writes to the input instead of computing another tensor; None for no write.
+
+        It takes the region's inputs, and returns that one.
+        """
+        if not self.cut.writes or not self.trusted or self.lowered.prepare is not None:
+            return None
+        return boxed_function(in_place(self.cut.graph), f"{self.lowered.region.name}_in_place")
 
     @property
     def is_dynamo_graph(self) -> bool:

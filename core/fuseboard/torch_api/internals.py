@@ -8,8 +8,8 @@ between 2.11 and 2.14 is probed by signature or attribute, never by version.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ class InputRoles:
     :ivar mutated: inputs that the call writes to (in the epilogue, outside of the graph).
     :ivar visible_outputs: how many leading outputs the caller sees; the others are saved for
         the backward.
+    :ivar copied_back: position of an output → that of the input that it is copied into after the
+        call, where that is all that is done with it.
     """
 
     static: frozenset[int]
     mutated: frozenset[int]
     visible_outputs: int | None
+    copied_back: Mapping[int, int] = field(default_factory=dict)
 
 
 def writes_cut_gradients_off() -> bool:
@@ -88,7 +91,21 @@ def input_roles() -> InputRoles:
         static=frozenset(metadata.static_input_indices or ()),
         mutated=frozenset(mutated),
         visible_outputs=getattr(metadata, "num_forward", None),
+        copied_back=_copied_back(metadata),
     )
+
+
+def _copied_back(metadata: Any) -> dict[int, int]:
+    """Read in ``runtime_wrappers.py`` (``_apply_input_mutations``) of torch 2.13."""
+    if getattr(metadata, "tokens", None):  # for effects; they come first among the outputs
+        return {}
+    return {
+        output: position
+        for output, position in enumerate(metadata.mutated_inp_runtime_indices)
+        if (info := metadata.input_info[position]).mutates_data
+        and not info.mutates_metadata
+        and not info.mutates_storage_metadata
+    }
 
 
 def subclasses_were_unwrapped(context: Any) -> bool:

@@ -30,6 +30,7 @@ from fuseboard.lower.overriding import Decided
 from fuseboard.partition.inner_plans import InnerPlans
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
+from fuseboard.partition.writes import Write
 from fuseboard.pipeline.call import Compiled, GraphCall
 from fuseboard.pipeline.staged_graph import Record
 from fuseboard.profile.choose.candidates import note_gain_of_preparing
@@ -55,6 +56,7 @@ class _CarriedGraph:
 
     :ivar fused: None where it is the captured one.
     :ivar board_nodes: names of the board's own nodes.
+    :ivar writes: the nodes of each write that can be made in place.
     :ivar weight_positions: inputs that are weights, unchanged until they tell otherwise.
     :ivar visible: how many leading outputs the caller sees; None: all.
     :ivar inner_plans: for the graphs of higher-order nodes.
@@ -74,6 +76,7 @@ class _CarriedGraph:
     board_nodes: tuple[str, ...]
     placements: dict[str, str]
     regions: tuple[tuple[str, ...], ...]
+    writes: tuple[tuple[str, ...], ...]
     weight_positions: frozenset[int]
     visible: int | None
     inner_plans: InnerPlans
@@ -174,6 +177,7 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
         board_nodes=tuple(node.name for node in staged.board_nodes),
         placements=dict(plan.placements),
         regions=plan.regions,
+        writes=tuple(write.names for write in staged.writes),
         weight_positions=staged.weight_positions,
         visible=staged.roles.visible_outputs if staged.kind == "forward" else None,
         inner_plans=staged.inner_plans,
@@ -340,7 +344,8 @@ def _run(
         facts=dict(carried.facts),
         overridden=set(carried.overridden),
     )
-    cuts = cut_regions(graph, carried.placements, kept, carried.regions)
+    writes = [Write(tuple(nodes[name] for name in names)) for names in carried.writes]
+    cuts = cut_regions(graph, carried.placements, kept, carried.regions, writes)
     report.regions.clear()
     with report.timed("load"):
         sites = [
