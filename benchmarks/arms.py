@@ -37,8 +37,6 @@ class Arm:
         return self.name in (BASELINE, CONTROL)
 
 
-#: What TVM may search for, in a region.
-TUNE_SECONDS = 30
 BASELINE = "eager"
 CONTROL = "eager-again"
 
@@ -127,16 +125,6 @@ _ALL = (
         training=False,
     ),
     *(_alone(name) for name in ("onnxruntime", "openvino", "tvm", "zentorch")),
-    replace(
-        _fuseboard_with(
-            "fuseboard-tvm-tuned",
-            f"the same, each region's products and convolutions tuned for {TUNE_SECONDS} s",
-            "tvm",
-            "eager",
-            **{"plugins.tvm.tune_seconds": TUNE_SECONDS},
-        ),
-        training=False,
-    ),
     Arm(
         "onnxruntime",
         "ONNX Runtime by its own Python API, on torch.onnx's export",

@@ -398,11 +398,3 @@ def transformer_block(width: int = 256, heads: int = 4) -> Workload:
         width, heads, 4 * width, activation="gelu", batch_first=True, norm_first=True
     )
     return Workload(module.eval(), _pool(lambda g: (torch.randn(4, 64, width, generator=g),)))
-
-
-def matmul(size: int) -> Workload:
-    return _kernel(torch.mm, (size, size), (size, size))
-
-
-def convolution() -> Workload:
-    return _kernel(lambda x, w: F.conv2d(x, w, padding=1), (1, 64, 56, 56), (64, 64, 3, 3))

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from benchmarks import compile_time, pairs, sampling, tuning
-from benchmarks.arms import CONTROL
 from benchmarks.exits import LIMIT_S as EXIT_LIMIT_S
 from benchmarks.exits import MOMENTS, ExitCost, measure_exits
 from benchmarks.findings import Finding, judge_at_least, verdict
@@ -29,7 +28,6 @@ COLD_DEFAULT_LIMIT = 0.8
 BUDGET_MODEL = "train-gpt2-4x256"
 BUDGET_LIMIT = 0.75
 POINTWISE = ("kernel-arithmetic", "kernel-functions", "kernel-gelu")
-TUNED = ("kernel-matmul-512", "kernel-conv-3x3")
 IMPORT_LIMIT_MS = 50.0
 
 
@@ -293,7 +291,6 @@ CHECKS = (
     Check("runner", _runner, lambda scale: scale.pairs),
     _time_check("tvm-pointwise", POINTWISE, "fuseboard-tvm", "inductor", 1.5),
     _time_check("tvm-block", ("kernel-block",), "fuseboard-tvm", "inductor", 2.5),
-    _time_check("tvm-tuned", TUNED, "fuseboard-tvm-tuned", CONTROL, 1.2),
     Check("memory", _memory, lambda scale: 2 * len(MEMORY_MODELS) * (scale.memory + 1)),
 )
 

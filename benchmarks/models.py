@@ -129,8 +129,6 @@ _KERNELS = (
     Model("kernel-functions", "sigmoid, tanh, exp, clamp of two 512x1024", "functions"),
     Model("kernel-gelu", "512x1024 plus a bias, GELU, plus 512x1024", "bias_gelu"),
     Model("kernel-block", "a transformer block, 256 wide, 4 heads, 4x64", "transformer_block"),
-    Model("kernel-matmul-512", "a product of 512x512 matrices", "matmul", {"size": 512}),
-    Model("kernel-conv-3x3", "3x3 convolution, 1x64x56x56 to 64 channels", "convolution"),
 )
 
 _ALL = (*_MODELS, *(replace(model, kind="kernel") for model in _KERNELS))

@@ -10,7 +10,6 @@ from benchmarks.claims import (
     MEMORY_MODELS,
     POINTWISE,
     QUICK,
-    TUNED,
     select_checks,
 )
 from benchmarks.models import MODELS, select_models
@@ -19,7 +18,6 @@ from benchmarks.protocol import POOL_SIZE
 SMALL = (
     *("mlp-b1", "mlp-b64", "train-nanogpt", "train-resnet18"),
     *("kernel-arithmetic", "kernel-functions", "kernel-gelu", "kernel-block"),
-    *("kernel-matmul-512", "kernel-conv-3x3"),
 )
 
 
@@ -69,7 +67,7 @@ def test_the_control_is_eager():
 
 def test_checks_name_models_that_exist():
     """A check of a model that was renamed would fail only after minutes of measuring."""
-    assert {*MEMORY_MODELS, *POINTWISE, *TUNED} <= set(MODELS)
+    assert {*MEMORY_MODELS, *POINTWISE} <= set(MODELS)
     for check in CHECKS:
         assert 0 < check.workers(QUICK) <= check.workers(FULL)
         assert select_checks([check.name]) == [check]

@@ -329,7 +329,7 @@ def test_kernels_call_no_allocator():
 
     inputs = torch.randn(33, 77), torch.randn(33, 77)
     graph = fuseboard.decompose(make_fx(f, tracing_mode="fake")(*inputs), _decompose.table())
-    module, _ = _program.build(_graph.read(graph), 1, {})
+    module, _ = _program.build(_graph.read(graph), 1)
     (code,) = _program.compile_module(module, 1).mod.imports
     text = code.inspect_source("ll")
     assert "x float>" in text  # vectors

@@ -45,7 +45,7 @@ def graph_of_case(case: Case) -> torch.fx.GraphModule:
 
 
 def declines(graph: torch.fx.GraphModule) -> list[str]:
-    answers = tvm_plugin.fuseboard_claim(graph, tvm_plugin.Options())
+    answers = tvm_plugin.fuseboard_claim(graph)
     return [answer.reason for answer in answers if isinstance(answer, fuseboard.Decline)]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch.fx import GraphModule
 
 import fuseboard
-from fuseboard_tvm._options import Options
 
 
 @fuseboard.hookimpl
@@ -30,21 +29,18 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         available=not reason,
         reason=reason,
         fingerprint="" if reason else _engine.fingerprint(),
-        options=Options,
     )
 
 
 @fuseboard.hookimpl
-def fuseboard_claim(
-    graph: GraphModule, options: Options
-) -> list[fuseboard.Claim | fuseboard.Decline]:
+def fuseboard_claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
     """What the op layer has."""
     from fuseboard_tvm import _engine
 
     _engine.load()
     from fuseboard_tvm._claim import claim
 
-    return claim(graph, options)
+    return claim(graph)
 
 
 @fuseboard.hookimpl

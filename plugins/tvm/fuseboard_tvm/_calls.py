@@ -63,15 +63,6 @@ def text_of(spec: dict[str, Any]) -> str:
     return json.dumps({name: spec[name] for name in ("op", "args", "kwargs")})
 
 
-def result(spec: dict[str, Any], tensors: list[torch.Tensor]) -> torch.Tensor:
-    """What a call with one result gives for tensors of any dtype."""
-    op, args, kwargs = _parsed(text_of(spec))
-    if spec["out"]:
-        op = op.overloadpacket.default
-    found: torch.Tensor = op(*args(tensors), **kwargs(tensors))
-    return found
-
-
 def run(text: str, *given: Any) -> Any:
     """Results as new tensors, those that aren't computed left out."""
     op, args, kwargs = _parsed(text)

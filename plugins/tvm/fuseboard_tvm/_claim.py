@@ -11,17 +11,16 @@ from torch.fx import GraphModule, Node
 
 import fuseboard
 from fuseboard_tvm import _decompose
-from fuseboard_tvm._options import Options
 from fuseboard_tvm.ops import OPS
 from fuseboard_tvm.ops.registry import DTYPES
 
 
-def claim(graph: GraphModule, options: Options) -> list[fuseboard.Claim | fuseboard.Decline]:
-    """All that the op layer has; native is what TVM's own code computes, or may after tuning."""
+def claim(graph: GraphModule) -> list[fuseboard.Claim | fuseboard.Decline]:
+    """All that the op layer has; native is what TVM's own code computes."""
 
     def is_native(node: Node) -> bool:
         op = OPS.get(node.target)
-        return op is None or op.native or (options.tune_seconds > 0 and op.tunable)
+        return op is None or op.native
 
     return fuseboard.claim_nodes(graph, why_not, native=is_native)
 

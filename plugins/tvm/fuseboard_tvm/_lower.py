@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 import fuseboard
 from fuseboard_tvm import _artifact, _decompose, _graph, _program, _runtime, _torch_internals
-from fuseboard_tvm._values import Extern
-from fuseboard_tvm._workloads import Tuned
 
 
 def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
@@ -22,17 +18,15 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
     threads = torch.get_num_threads()
     with _torch_internals.real_tensors():
         program = _graph.read(graph)
-        tuned, notes = _tuned(program, region, threads)
-        stored = _compiled(program, threads, tuned)
+        stored = _compiled(program, threads)
         problem = _artifact.why_not_stored()
         artifact = None
         if not problem:  # what is run is the library: LLVM makes machine code once that way
             artifact = _artifact.pack(stored)
             stored = _artifact.unpack(artifact)
         call = _runtime.Call(stored, threads)
-    if problem:
-        notes.append(problem)
-    return fuseboard.LoweredRegion(call=call, notes=tuple(notes), artifact=artifact)
+    notes = (problem,) if problem else ()
+    return fuseboard.LoweredRegion(call=call, notes=notes, artifact=artifact)
 
 
 def load_region(artifact: bytes) -> fuseboard.LoweredRegion:
@@ -42,23 +36,10 @@ def load_region(artifact: bytes) -> fuseboard.LoweredRegion:
     return fuseboard.LoweredRegion(call=call)
 
 
-def _tuned(
-    program: _graph.Program, region: fuseboard.Region, threads: int
-) -> tuple[dict[Extern, Tuned], list[str]]:
-    seconds = region.options.tune_seconds if region.options is not None else 0.0
-    if not seconds:
-        return {}, []
-    from fuseboard_tvm import _tune
-
-    return _tune.tuned_kernels(program.results, seconds, region.records, threads)
-
-
-def _compiled(
-    program: _graph.Program, threads: int, tuned: Mapping[Extern, Tuned]
-) -> _artifact.Stored:
+def _compiled(program: _graph.Program, threads: int) -> _artifact.Stored:
     executable, given = None, []
     if program.results:
-        module, used = _program.build(program, threads, tuned)
+        module, used = _program.build(program, threads)
         executable = _program.compile_module(module, threads)
         given = [program.given[position] for position in used]
     return _artifact.Stored(executable, given, program.outputs, program.constants)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import tvm
@@ -13,14 +12,10 @@ from fuseboard_tvm import _calls, _engine, _kernels
 from fuseboard_tvm._fusion import Group, Kernel, plan, sources
 from fuseboard_tvm._graph import Program
 from fuseboard_tvm._values import Extern, Item, Value
-from fuseboard_tvm._workloads import Tuned
 
 
-def build(program: Program, threads: int, tuned: Mapping[Extern, Tuned]) -> tuple[Any, list[int]]:
-    """A Relax module whose ``main`` takes the inputs at the positions that come with it.
-
-    :param tuned: kernels for some of the calls.
-    """
+def build(program: Program, threads: int) -> tuple[Any, list[int]]:
+    """A Relax module whose ``main`` takes the inputs at the positions that come with it."""
     groups = plan(program.results)
     roots = _roots(groups, program)
     used = [value for value in program.inputs if value in _read(groups, roots)]
@@ -35,8 +30,6 @@ def build(program: Program, threads: int, tuned: Mapping[Extern, Tuned]) -> tupl
             for group in groups:
                 if isinstance(group, Kernel):
                     _emit_kernel(builder, group, roots, known, threads)
-                elif group in tuned:
-                    _emit_tuned(builder, group, tuned[group], known)
                 else:
                     _emit_call(builder, group, known)
             results = [known[value] for value in program.results]
@@ -94,26 +87,6 @@ def _emit_kernel(
         return
     for number, value in enumerate(kernel.stored):
         known[value] = builder.emit(relax.TupleGetItem(made, number))
-
-
-def _emit_tuned(builder: Any, extern: Extern, tuned: Tuned, known: dict[Value, Any]) -> None:
-    name = builder.add_func(tuned.function.without_attr("global_symbol"), "tuned")
-    arguments = []
-    workload = tuned.workload
-    for place, shape in zip(workload.operands, workload.shapes, strict=True):
-        value = extern.inputs[place]
-        given = known[value]
-        if shape != value.shape:  # the same memory, without a copy
-            kind = relax.TensorType(shape, value.dtype)
-            size = relax.ShapeExpr(shape)
-            given = builder.emit(
-                relax.op.call_pure_packed("vm.builtin.reshape", given, size, ty_args=kind)
-            )
-        arguments.append(given)
-    result = extern.results[0]
-    assert result is not None  # what has a workload has one result
-    kind = relax.TensorType(*result)
-    _enter(extern, [builder.emit(relax.call_tir(name, arguments, kind))], known)
 
 
 def _emit_call(builder: Any, extern: Extern, known: dict[Value, Any]) -> None:

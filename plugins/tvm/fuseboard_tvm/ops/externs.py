@@ -101,14 +101,12 @@ def _call(node: Node, a: Arguments, out: bool) -> Any:
     return items if isinstance(node.meta["val"], list | tuple) else items[0]
 
 
-def _register(names: str, out: bool = False, tunable: bool = False) -> None:
-    register(names, Op(lambda node, a: _call(node, a, out), native=False, tunable=tunable))
+def _register(names: str, out: bool = False) -> None:
+    register(names, Op(lambda node, a: _call(node, a, out), native=False))
 
 
-_register("mm addmm bmm", out=True, tunable=True)
-_register("baddbmm", out=True)
-_register("convolution", tunable=True)
-_register("addmv mv dot convolution_backward")
+_register("mm addmm bmm baddbmm", out=True)
+_register("addmv mv dot convolution convolution_backward")
 _register("_scaled_dot_product_flash_attention_for_cpu")
 _register("_scaled_dot_product_flash_attention_for_cpu_backward")
 _register("max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward")

@@ -35,13 +35,11 @@ class Op:
         results (None for one that nothing reads).
     :ivar why_not: what speaks against a node, or None.
     :ivar native: TVM's own code; otherwise torch's operator is called from the module.
-    :ivar tunable: in its place a tuned kernel may run (:mod:`fuseboard_tvm._workloads`).
     """
 
     emit: Callable[[Node, Arguments], Any]
     why_not: Callable[[Node], str | None] = lambda node: None
     native: bool = True
-    tunable: bool = False
 
 
 OPS: dict[Any, Op] = {}
