@@ -11,13 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 
 import fuseboard
 from fuseboard.config import resolve
 from fuseboard.errors import CostsError
 from fuseboard.profile.costs.database import CandidateCost, CostDatabase, database, decision_key
-from tests.support.backends import compiled, plugged
 from tests.support.costs import changed, decision
 
 ROOT = Path(__file__).parents[1]
@@ -136,53 +134,6 @@ def test_what_could_not_be_read_back_is_not_recorded(costs, changes):
     assert costs.decisions() == [decision("c")]
 
 
-# --- records --------------------------------------------------------------------------------------
-
-
-def test_records_are_bytes_in_namespaces(costs, path):
-    """Two plugins may use one key; what isn't there is None."""
-    costs.put_record("tvm", "k", b"\x00\xff")
-    costs.put_record("tvm", "k", b"\x00\xff again")
-    costs.put_record("mine", "k", b"")
-    other = CostDatabase(path)
-    assert other.get_record("tvm", "k") == b"\x00\xff again"
-    assert other.get_record("mine", "k") == b""
-    assert other.get_record("mine", "l") is None
-    assert [(r.namespace, r.key) for r in other.records()] == [("mine", "k"), ("tvm", "k")]
-    assert [r.value for r in other.records("tvm")] == [b"\x00\xff again"]
-    assert other.forget_records("tvm") == 1
-    assert CostDatabase(path).records("tvm") == []
-
-
-def test_a_backend_keeps_records(tmp_path):
-    """What it puts into ``region.records`` is found by a later compile, and by no other plugin."""
-    found = []
-
-    def lower(region):
-        found.append(region.records.get("k"))
-        region.records.put("k", region.backend.encode())
-        return fuseboard.lower_eagerly(region)
-
-    for name in ("one", "one", "two"):
-        torch.compiler.reset()
-        with plugged(name, lower=lower):
-            compiled(torch.relu, name, cache_dir=str(tmp_path))(torch.zeros(3))
-    assert found == [None, b"one", None]
-    assert CostDatabase(tmp_path / "costs.sqlite3").get_record("two", "k") == b"two"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("\ud800", b""), (7, b""), ("k", "text"), ("k", bytes(64 * 2**20 + 1))]
-)
-def test_what_is_no_record_is_refused(costs, key, value):
-    """Text where bytes belong, too many of them, a key that is no text."""
-    with pytest.raises(ValueError, match="record"):
-        costs.put_record("tvm", key, value)
-    costs.put_record("tvm", "fine", b"value")
-    assert costs.records() == CostDatabase(costs.path).records()
-    assert [record.key for record in costs.records()] == ["fine"]
-
-
 # --- which database -------------------------------------------------------------------------------
 
 
@@ -216,14 +167,12 @@ def test_an_exported_file_is_imported(costs, tmp_path):
     """All of it, into an empty database; a second time there is nothing to do."""
     name = "shared.json"
     costs.record(decision("a"), decision("b", settled=False))
-    costs.put_record("tvm", "k", b"\x00\xff")
-    assert costs.export(tmp_path / name) == (2, 1)
+    assert costs.export(tmp_path / name) == 2
     other = CostDatabase(tmp_path / "other.sqlite3")
     told = other.import_(tmp_path / name)
-    assert dataclasses.astuple(told) == (3, 0, 0, 0)
+    assert dataclasses.astuple(told) == (2, 0, 0, 0)
     assert other.decisions() == costs.decisions()
-    assert other.records() == costs.records()
-    assert dataclasses.astuple(other.import_(tmp_path / name)) == (0, 0, 3, 0)
+    assert dataclasses.astuple(other.import_(tmp_path / name)) == (0, 0, 2, 0)
     assert {file.name for file in tmp_path.iterdir()} == {"cache", name, "other.sqlite3"}
 
 
@@ -307,8 +256,6 @@ def test_its_own_file_is_refused(costs, path):
 def test_changed_entries_are_left_out(costs, tmp_path):
     """An entry whose key isn't that of its parts, or with a value of another type, is counted."""
     costs.record(*map(decision, "abcde"))
-    costs.put_record("tvm", "k", b"value")
-    costs.put_record("tvm", "l", b"value")
     costs.export(tmp_path / "shared.json")
     content = json.loads((tmp_path / "shared.json").read_text())
     entries = content["decisions"]
@@ -316,12 +263,9 @@ def test_changed_entries_are_left_out(costs, tmp_path):
     entries[1]["candidates"][0]["latency_us"] = "fast"
     entries[2]["further"] = 1
     entries[3]["created"] = float("inf")
-    content["records"][0]["value"] = "no base64!"
-    for field, wrong in (("created", "nan"), ("key", "\ud800"), ("namespace", 7)):
-        content["records"].append({**content["records"][1], field: wrong})
     (tmp_path / "shared.json").write_text(json.dumps(content))
     told = CostDatabase(tmp_path / "other.sqlite3").import_(tmp_path / "shared.json")
-    assert dataclasses.astuple(told) == (2, 0, 0, 8)
+    assert dataclasses.astuple(told) == (1, 0, 0, 4)
 
 
 def test_an_export_that_cant_be_written(costs, tmp_path):

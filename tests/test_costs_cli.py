@@ -23,12 +23,11 @@ OLD = decision("old", level="graph", winner="mkldnn", settled=False, created=tim
 
 @pytest.fixture
 def filled(tmp_path, monkeypatch):
-    """A database with two decisions and a record, which the settings lead to."""
+    """A database with two decisions, which the settings lead to."""
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     costs = CostDatabase(tmp_path / "cache" / "costs.sqlite3")
     costs.record(NEW, OLD)
-    costs.put_record("tvm", "k", b"value")
     return costs
 
 
@@ -56,7 +55,7 @@ def test_list_shows_winner_and_rival(filled):
     assert second == "inductor 10.5 µs, next best mkldnn 12.0 µs, 3 tried"
     assert third.startswith(f"{OLD.key[:12]} graph ")
     assert fourth == "mkldnn 12.0 µs, next best inductor 10.5 µs, 3 tried, more to try"
-    assert lines[-1] == f"2 decisions and 1 tuning records of {filled.path}"
+    assert lines[-1] == f"2 decisions of {filled.path}"
 
 
 @pytest.mark.parametrize(
@@ -192,17 +191,9 @@ def test_times_have_three_digits(us, text):
     ],
 )
 def test_forget_removes_what_is_asked_for(filled, words, left):
-    """All, by key, by winner, by age; several conditions at once; records stay."""
+    """All, by key, by winner, by age; several conditions at once."""
     assert costs("forget", *words) == f"forgot {2 - len(left)} decisions\n"
     assert filled.decisions() == left
-    assert filled.get_record("tvm", "k") == b"value"
-
-
-def test_forget_records(filled):
-    """Those of one plugin; decisions stay."""
-    assert costs("forget", "--records", "tvm") == "forgot 1 tuning records\n"
-    assert filled.records() == []
-    assert filled.decisions() == [NEW, OLD]
 
 
 def test_forget_needs_to_be_told_what(filled):
@@ -218,16 +209,15 @@ def test_forget_needs_to_be_told_what(filled):
 def test_a_cluster_shares_a_file(filled, tmp_path, monkeypatch):
     """One machine exports, another one imports, and then has the same."""
     shared = tmp_path / "shared.json"
-    assert costs("export", str(shared)) == (f"wrote 2 decisions and 1 tuning records to {shared}\n")
+    assert costs("export", str(shared)) == f"wrote 2 decisions to {shared}\n"
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "elsewhere"))
     told = [
-        f"{shared}: 3 added, 0 replaced, 0 skipped",
-        f"{shared}: 0 added, 0 replaced, 3 skipped",
+        f"{shared}: 2 added, 0 replaced, 0 skipped",
+        f"{shared}: 0 added, 0 replaced, 2 skipped",
     ]
     assert costs("import", str(shared), str(shared)).splitlines() == told
     there = CostDatabase(tmp_path / "elsewhere" / "costs.sqlite3")
     assert there.decisions() == [NEW, OLD]
-    assert there.get_record("tvm", "k") == b"value"
 
 
 def test_export_replaces_no_file_by_mistake(filled, tmp_path):
@@ -254,9 +244,7 @@ def test_a_wrong_file_is_refused(filled, tmp_path):
     assert "neither a database nor what `fuseboard costs export` wrote" in refused(
         "import", str(wrong)
     )
-    wrong.write_text(
-        '{"format": "fuseboard costs", "version": 1, "decisions": [{}], "records": []}'
-    )
+    wrong.write_text('{"format": "fuseboard costs", "version": 1, "decisions": [{}]}')
     assert costs("import", str(wrong)).endswith(
         "0 added, 0 replaced, 0 skipped, 1 damaged and left out\n"
     )

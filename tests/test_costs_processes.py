@@ -122,13 +122,11 @@ def test_twenty_processes_of_which_five_are_killed(path):
 
     costs = CostDatabase(path)
     found = {d.parts["graph"]: d for d in costs.decisions()}
-    records = {record.key: record.value for record in costs.records("tuner")}
     for number, lines in told.items():
         graphs = [json.loads(line) for line in lines.splitlines()]
         assert len(graphs) == 12 or number in killed
         for graph in graphs:
             assert found[graph] == decision(graph, created=float(graph.partition("/")[2]))
-            assert records[graph] == graph.replace("/", " ").encode() * 50
     assert costs.problem == ""
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

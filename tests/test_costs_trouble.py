@@ -131,10 +131,7 @@ def test_a_sound_file_is_never_set_aside(costs, path):
         "UPDATE decisions SET key = replace(key, substr(key, 1, 4), '0000')",
         "UPDATE decisions SET graph = 'other'",
         "UPDATE decisions SET settled = 0",
-        "UPDATE records SET key = 'other'",
-        "UPDATE records SET created = 1",
-        "UPDATE records SET value = 'text'",
-        "DROP TABLE records",
+        "DROP TABLE decisions",
         "ALTER TABLE decisions DROP COLUMN settled",
         "PRAGMA user_version = 0",
         "PRAGMA application_id = 1",
@@ -143,9 +140,8 @@ def test_a_sound_file_is_never_set_aside(costs, path):
 def test_what_sqlite_cant_see_is_damage_too(costs, path, warnings, statement):
     """A changed row, by its checksum; a changed table. The file is set aside, once."""
     costs.record(decision("a"))
-    costs.put_record("tvm", "k", b"bytes")
     changed(path, statement)
-    assert costs.decisions() == [] or costs.records() == []
+    assert costs.decisions() == []
     costs.record(decision("b"))
     assert CostDatabase(path).decisions() == [decision("b")]
     assert len(warnings()) == 1
@@ -194,12 +190,10 @@ def test_no_damage_raises_or_gives_a_wrong_answer(tmp_path, kind):
 
 
 def check_it_goes_on_in_memory(costs: CostDatabase, warnings, why: str) -> None:
-    """Decisions are found in this process, records too, and one warning says why."""
+    """Decisions are found in this process, and one warning says why."""
     for graph in "abc":
         costs.record(decision(graph))
-        costs.put_record("tvm", graph, b"value")
     assert [costs.find(decision(graph).key) for graph in "abc"] == list(map(decision, "abc"))
-    assert costs.get_record("tvm", "a") == b"value"
     assert costs.nearest("step", {"graph": "a", "threads": "4"}) == ("threads",)
     assert {d.parts["graph"] for d in costs.decisions()} >= set("abc")
     assert why in costs.problem
@@ -227,13 +221,11 @@ def test_what_waited_is_written_later(path):
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         costs.record(decision("during"))
-        costs.put_record("tvm", "during", b"value")
         assert costs.problem
     costs.record(decision("after"))
     assert costs.problem == ""
     written = CostDatabase(path)
     assert {d.parts["graph"] for d in written.decisions()} == {"before", "during", "after"}
-    assert written.get_record("tvm", "during") == b"value"
 
 
 def test_a_locked_file_is_waited_for_once(path):
@@ -264,12 +256,12 @@ def test_a_newer_version(costs, path, warnings):
 def test_an_older_version_is_brought_up_to_date(costs, path, monkeypatch):
     """By a read as well as by a write; what it holds stays."""
     costs.record(decision("before"))
-    further = ("ALTER TABLE records ADD COLUMN further TEXT",)
+    further = ("ALTER TABLE decisions ADD COLUMN further TEXT",)
     monkeypatch.setattr(costs_file, "STEPS", (*costs_file.STEPS, further))
     assert costs.find(decision("before").key) == decision("before")
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (2,)
-        assert connection.execute("SELECT further FROM records").fetchall() == []
+        assert connection.execute("SELECT further FROM decisions").fetchall() == [(None,)]
     monkeypatch.setattr(costs_file, "STEPS", (*costs_file.STEPS, further[:0]))
     costs.record(decision("after"))
     assert len(CostDatabase(path).decisions()) == 2

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import fuseboard
 from fuseboard.cli.main import app
 from fuseboard.lower.artifacts import ARTIFACT, CRASH, TRIED
-from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.report.data import ledger
 from tests.support import crashing_plugin
 from tests.support.backends import all_trips, compiled, last_graph, plugged, registered
@@ -107,14 +106,6 @@ def test_without_an_artifact_the_parent_compiles_as_well(place):
     call(place, "bare")
     assert tries(place) == ["child", "parent", "parent"]
     assert all_trips() == []
-
-
-@pytest.mark.thorough
-def test_tuning_records_of_the_child(place):
-    """What a backend keeps there is in the database of this process."""
-    call(place, "works")
-    costs = CostDatabase(place / "cache" / "costs.sqlite3")
-    assert costs.get_record("crashing", "where") == b"child"
 
 
 @pytest.mark.thorough

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         StackFrame,
         StackSample,
         Trip,
-        TuningRecords,
         Verdict,
     )
     from fuseboard.engines import Engine, why_unavailable
@@ -101,7 +100,6 @@ _HOMES = {
         "StackFrame",
         "StackSample",
         "Trip",
-        "TuningRecords",
         "Verdict",
     ),
     "fuseboard.engines": ("Engine", "why_unavailable"),
@@ -198,7 +196,6 @@ __all__ = [
     "StackFrame",
     "StackSample",
     "Trip",
-    "TuningRecords",
     "Verdict",
     "WrongValues",
     "claim_composites",

@@ -139,23 +139,6 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-class TuningRecords(Protocol):
-    """One backend's records in the cost database, under keys of its own, for later processes.
-
-    A key should hold all that the value depends on: sizes, the processor, the engine's version.
-    Without the setting ``cache`` it is kept for this process only.
-    """
-
-    def get(self, key: str) -> bytes | None:
-        """The bytes under a key; None where there are none."""
-
-    def put(self, key: str, value: bytes) -> None:
-        """Keep bytes, in place of those under an equal key.
-
-        :raises ValueError: they are more than 64 MiB, or no bytes.
-        """
-
-
 @dataclass(frozen=True)
 class Region:
     """A convex part of a graph, given to one backend.
@@ -169,7 +152,6 @@ class Region:
     :ivar options: the backend's options model, filled from settings; None where it has none.
     :ivar random: ``"eager"`` (the numbers that eager draws from the same seed) or ``"fast"``.
     :ivar source: the user's line that the first op comes from, ``file:line``, for messages.
-    :ivar records: the backend's tuning records; None where no board made the region.
     """
 
     name: str
@@ -182,7 +164,6 @@ class Region:
     options: Any = None
     random: Random = "eager"
     source: str = ""
-    records: TuningRecords | None = None
 
 
 class CheckedWhenRegistered(ABC):

@@ -58,7 +58,6 @@ def recording(path: str, number: int, count: int) -> None:
         own = decision(f"{number}/{step}", created=float(step))
         shared = decision(f"shared/{draw.randrange(10)}", created=float(step), winner=f"{number}")
         database.record(own, shared)
-        database.put_record("tuner", f"{number}/{step}", f"{number} {step}".encode() * 50)
         if database.problem:
             sys.exit(database.problem)
         print(json.dumps(own.parts["graph"]), flush=True)

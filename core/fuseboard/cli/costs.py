@@ -76,7 +76,6 @@ def list_(
         for decision in _decisions(database)
         if level in ("", decision.level) and not (unsettled and decision.settled)
     ]
-    records = database.records()
     if as_json:
         from fuseboard.profile.costs.rows import encode
 
@@ -87,9 +86,8 @@ def list_(
     for decision in chosen:
         for line in _lines(decision):
             console.print(line, soft_wrap=True)
-    also = f" and {len(records)} tuning records" if records else ""
     of = f" of {database.path}" if database.path and database.path.exists() else ": no file yet"
-    console.print(Text(f"{len(chosen)} decisions{also}{of}"), soft_wrap=True)
+    console.print(Text(f"{len(chosen)} decisions{of}"), soft_wrap=True)
 
 
 def _lines(decision: Decision) -> tuple[Text, Text]:
@@ -213,32 +211,24 @@ def forget(
     older_than: Annotated[
         float | None, typer.Option(metavar="DAYS", min=0, help="Those made before that.")
     ] = None,
-    records: Annotated[
-        str, typer.Option(metavar="NAMESPACE", help="The tuning records of a plugin.")
-    ] = "",
 ) -> None:
     """Remove decisions, so that they are measured anew. Of several conditions all have to hold."""
     conditions = [bool(keys), bool(winner), older_than is not None]
-    if not any([*conditions, everything, bool(records)]):
-        raise typer.BadParameter("say what: keys, --all, --winner, --older-than or --records")
+    if not any([*conditions, everything]):
+        raise typer.BadParameter("say what: keys, --all, --winner or --older-than")
     if everything and any(conditions):
         raise typer.BadParameter("--all leaves no room for conditions")
     database = _database()
-    removed = []
-    if everything or any(conditions):
-        decisions = _decisions(database)
-        if keys:
-            decisions = [_found(decisions, key) for key in dict.fromkeys(keys)]
-        before = None if older_than is None else time.time() - older_than * _DAY_S
-        chosen = [
-            decision.key
-            for decision in decisions
-            if winner in ("", decision.winner) and (before is None or decision.created < before)
-        ]
-        removed.append(f"{database.forget(chosen)} decisions")
-    if records:
-        removed.append(f"{database.forget_records(records)} tuning records")
-    Console().print(Text(f"forgot {' and '.join(removed)}"), soft_wrap=True)
+    decisions = _decisions(database)
+    if keys:
+        decisions = [_found(decisions, key) for key in dict.fromkeys(keys)]
+    before = None if older_than is None else time.time() - older_than * _DAY_S
+    chosen = [
+        decision.key
+        for decision in decisions
+        if winner in ("", decision.winner) and (before is None or decision.created < before)
+    ]
+    Console().print(Text(f"forgot {database.forget(chosen)} decisions"), soft_wrap=True)
 
 
 # --- passing on -----------------------------------------------------------------------------------
@@ -249,11 +239,10 @@ def export(
     path: Annotated[Path, typer.Argument(help="The file, in JSON.")],
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write all decisions and tuning records to one file, for other machines of the same kind."""
+    """Write all decisions to one file, for other machines of the same kind."""
     if path.exists() and not force:
         raise CostsError(f"{path} is there already; --force replaces it")
-    decisions, records = _database().export(path)
-    text = f"wrote {decisions} decisions and {records} tuning records to {path}"
+    text = f"wrote {_database().export(path)} decisions to {path}"
     Console().print(Text(text), soft_wrap=True)
 
 

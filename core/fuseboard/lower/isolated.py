@@ -117,7 +117,6 @@ def _answer(request: LoweringRequest, directory: Path) -> LoweringResult:
     from fuseboard.config import resolve
     from fuseboard.contracts import Region
     from fuseboard.errors import HookTimeout, LoweringError, PluginError
-    from fuseboard.profile.costs.database import PluginRecords, database
     from fuseboard.run.failure import describe
     from fuseboard.torch_api import internals as torch_internals
     from fuseboard.torch_api.graphs import graph_from_bytes
@@ -138,8 +137,7 @@ def _answer(request: LoweringRequest, directory: Path) -> LoweringResult:
         graph, inputs, mode = graph_from_bytes(request.graph)
     except Exception as error:  # whatever the objects in a graph raise
         return LoweringResult(unread=describe(error))
-    records = PluginRecords(database(session.settings), backend)
-    region = Region(**request.region, graph=graph, options=options, records=records)
+    region = Region(**request.region, graph=graph, options=options)
     watch = GuardWatch(mode)
     (directory / "started").touch()
     with torch.no_grad(), torch_internals.isolated_tracing(mode):

@@ -18,7 +18,6 @@ from fuseboard.errors import LoweringError, containable
 from fuseboard.lower.caching import Task
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.op_levels import OpLevels
-from fuseboard.profile.costs.database import PluginRecords, database
 from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import contained, describe, trip
 from fuseboard.torch_api import internals as torch_internals
@@ -32,12 +31,7 @@ Decided = tuple[str, str]
 
 def given_to(region: Region, plugin: str, session: Session) -> Region:
     """The region with what is that plugin's own."""
-    return dataclasses.replace(
-        region,
-        backend=plugin,
-        options=session.options(plugin),
-        records=PluginRecords(database(session.settings), plugin),
-    )
+    return dataclasses.replace(region, backend=plugin, options=session.options(plugin))
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,14 @@ from fuseboard.profile.costs.exchange import Imported, read_export, write_export
 from fuseboard.profile.costs.file import CostFile, Unusable, guard
 from fuseboard.profile.costs.rows import (
     PUT,
-    PUT_RECORD,
-    RECORD_ROW,
     ROW,
     UNLESS_SETTLED,
     CandidateCost,
     Decision,
-    TuningRecord,
     checked,
-    checked_record,
     decision_key,
     differing,
     from_row,
-    record_from_row,
-    record_row_of,
     row_of,
 )
 
@@ -45,8 +39,6 @@ __all__ = [
     "CandidateCost",
     "CostDatabase",
     "Decision",
-    "PluginRecords",
-    "TuningRecord",
     "database",
     "decision_key",
 ]
@@ -59,7 +51,7 @@ NAME = "costs.sqlite3"
 
 
 class CostDatabase:
-    """Decisions and tuning records, in a file or in memory only. For any threads and processes.
+    """Decisions, in a file or in memory only. For any threads and processes.
 
     :param path: the file; None keeps all in memory.
     :param wait_s: how long locks of other processes are waited for.
@@ -73,7 +65,6 @@ class CostDatabase:
         self._read_after = self._write_after = 0.0
         #: What isn't in the file: everything without one, else what waits to be written.
         self._decisions: dict[str, tuple[Decision, bool]] = {}
-        self._records: dict[tuple[str, str], TuningRecord] = {}
         self._problem = ""
         self._told: set[str] = set()
 
@@ -136,65 +127,20 @@ class CostDatabase:
         with guard:
             return count + sum(self._decisions.pop(key, None) is not None for (key,) in wanted)
 
-    # --- tuning records -------------------------------------------------------------------------
-
-    def put_record(self, namespace: str, key: str, value: bytes) -> None:
-        """Keep bytes of a plugin's; an equal key is replaced.
-
-        :raises ValueError: they are too many, or no bytes.
-        """
-        record = checked_record(TuningRecord(namespace, key, value, time.time()))
-        with guard:
-            self._records[namespace, key] = record
-        self._flush()
-
-    def get_record(self, namespace: str, key: str) -> bytes | None:
-        """The bytes under a key."""
-        if (waiting := self._records.get((namespace, key))) is not None:
-            return waiting.value
-        found = self._records_where("WHERE namespace = ? AND key = ?", namespace, key)
-        return found[0].value if found else None
-
-    def records(self, namespace: str | None = None) -> list[TuningRecord]:
-        """Those of a namespace, or all, ordered by their keys."""
-        own = () if namespace is None else (namespace,)
-        rows = self._records_where("WHERE namespace = ?" if own else "", *own)
-        found = {(record.namespace, record.key): record for record in rows}
-        found.update(list(self._records.items()))
-        return [r for (name, _), r in sorted(found.items()) if namespace in (None, name)]
-
-    def forget_records(self, namespace: str) -> int:
-        """Remove a namespace's records. Returns how many there were.
-
-        :raises CostsError: the file can't be written.
-        """
-
-        def delete(connection: sqlite3.Connection) -> int:
-            return connection.execute(
-                "DELETE FROM records WHERE namespace = ?", (namespace,)
-            ).rowcount
-
-        count = self._write_or_raise(delete) if self._has_file() else 0
-        with guard:
-            waiting = [place for place in self._records if place[0] == namespace]
-            for place in waiting:
-                del self._records[place]
-        return count + len(waiting)
-
     # --- exchange -------------------------------------------------------------------------------
 
-    def export(self, path: Path) -> tuple[int, int]:
+    def export(self, path: Path) -> int:
         """Write everything to a file of its own, in JSON.
 
-        :returns: how many decisions and records it has.
+        :returns: how many decisions it has.
         :raises CostsError: it can't be written, or it is this database's own file.
         """
         self._refuse_own(path)
-        decisions, records = self.decisions(), self.records()
+        decisions = self.decisions()
         if self._problem:
             raise CostsError(f"{self.path}: {self._problem}")
-        write_export(path, decisions, records)
-        return len(decisions), len(records)
+        write_export(path, decisions)
+        return len(decisions)
 
     def import_(self, path: Path) -> Imported:
         """Take over what an exported file has and this database hasn't, or has older.
@@ -218,27 +164,21 @@ class CostDatabase:
         return self.path is not None and os.path.exists(self.path)
 
     def _decisions_where(self, condition: str = "", *values: str) -> list[Decision]:
-        return self._select(from_row, f"{ROW} {condition}", values)
-
-    def _records_where(self, condition: str = "", *values: str) -> list[TuningRecord]:
-        return self._select(record_from_row, f"{RECORD_ROW} {condition}", values)
-
-    def _select(self, made: Callable[..., T], statement: str, values: tuple[str, ...]) -> list[T]:
-        """What is made of the rows; nothing where the file can't be read."""
+        """Those in the file; none where it can't be read."""
         if self._file is None or time.monotonic() < self._read_after:
             return []
 
-        def select(connection: sqlite3.Connection) -> list[T]:
-            return [made(*row) for row in connection.execute(statement, values)]
+        def select(connection: sqlite3.Connection) -> list[Decision]:
+            return [from_row(*row) for row in connection.execute(f"{ROW} {condition}", values)]
 
-        nothing: list[T] = []
+        nothing: list[Decision] = []
         try:
             found = self._file.read(select, nothing)
         except Unusable as error:
             self._read_after = time.monotonic() + self._retry_s
             self._tell(str(error))
             return nothing
-        if not self._decisions and not self._records:
+        if not self._decisions:
             self._problem = ""
         return found
 
@@ -247,12 +187,11 @@ class CostDatabase:
         if self._file is None or time.monotonic() < self._write_after:
             return
         with guard:
-            decisions, records = dict(self._decisions), dict(self._records)
+            decisions = dict(self._decisions)
 
         def put(connection: sqlite3.Connection) -> None:
             for decision, force in decisions.values():
                 connection.execute(PUT + ("" if force else UNLESS_SETTLED), row_of(decision))
-            connection.executemany(PUT_RECORD, map(record_row_of, records.values()))
 
         try:
             self._file.write(put)
@@ -266,9 +205,6 @@ class CostDatabase:
             for key, waiting in decisions.items():
                 if self._decisions.get(key) is waiting:
                     del self._decisions[key]
-            for place, record in records.items():
-                if self._records.get(place) is record:
-                    del self._records[place]
 
     def _write_or_raise(self, work: Callable[[sqlite3.Connection], T]) -> T:
         assert self._file is not None  # whoever calls has looked
@@ -283,20 +219,6 @@ class CostDatabase:
         if why not in self._told:
             self._told.add(why)
             log.warning("fuseboard: measured choices stay in memory: %s: %s", self.path, why)
-
-
-class PluginRecords:
-    """One plugin's tuning records, as :class:`fuseboard.TuningRecords` promises them."""
-
-    def __init__(self, costs: CostDatabase, plugin: str) -> None:
-        self._costs = costs
-        self._plugin = plugin
-
-    def get(self, key: str) -> bytes | None:
-        return self._costs.get_record(self._plugin, key)
-
-    def put(self, key: str, value: bytes) -> None:
-        self._costs.put_record(self._plugin, key, value)
 
 
 # --- this process's -------------------------------------------------------------------------------

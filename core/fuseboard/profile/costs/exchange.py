@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import json
 import os
@@ -19,18 +17,12 @@ from fuseboard.errors import CostsError
 from fuseboard.profile.costs.file import Foreign, Unusable, check, connected
 from fuseboard.profile.costs.rows import (
     PUT,
-    PUT_RECORD,
-    RECORD_ROW,
     ROW,
     Damaged,
     Decision,
-    TuningRecord,
-    checked_record,
     decode,
     encode,
     from_row,
-    record_from_row,
-    record_row_of,
     row_of,
 )
 
@@ -57,7 +49,6 @@ class Content:
     """What an exported file holds."""
 
     decisions: list[Decision] = field(default_factory=list)
-    records: list[TuningRecord] = field(default_factory=list)
     damaged: int = 0
 
     def merge(self, connection: sqlite3.Connection) -> Imported:
@@ -69,19 +60,12 @@ class Content:
             ).fetchone()
             if _count(counts, there, (decision.settled, decision.created)):
                 connection.execute(PUT, row_of(decision))
-        for record in self.records:
-            there = connection.execute(
-                "SELECT created FROM records WHERE namespace = ? AND key = ?",
-                (record.namespace, record.key),
-            ).fetchone()
-            if _count(counts, there, (record.created,)):
-                connection.execute(PUT_RECORD, record_row_of(record))
         return counts
 
-    def add(self, kind: str, made: Callable[[], Any]) -> None:
-        """An entry, or one damaged entry more."""
+    def add(self, made: Callable[[], Decision]) -> None:
+        """A decision, or one damaged entry more."""
         try:
-            getattr(self, kind).append(made())
+            self.decisions.append(made())
         except Damaged:
             self.damaged += 1
 
@@ -106,9 +90,7 @@ def _why(error: Exception) -> str:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write_export(
-    path: Path, decisions: Sequence[Decision], records: Sequence[TuningRecord]
-) -> None:
+def write_export(path: Path, decisions: Sequence[Decision]) -> None:
     """Write a file beside its place and move it there.
 
     :raises CostsError: it can't be written.
@@ -118,15 +100,6 @@ def write_export(
         "format": FORMAT,
         "version": VERSION,
         "decisions": [encode(decision) for decision in decisions],
-        "records": [
-            {
-                "namespace": record.namespace,
-                "key": record.key,
-                "created": record.created,
-                "value": base64.b64encode(record.value).decode(),
-            }
-            for record in records
-        ],
     }
     try:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -162,9 +135,7 @@ def _read_sqlite(path: Path) -> Content:
         if not check(connection):
             raise Foreign("it is empty")
         for row in connection.execute(ROW):
-            content.add("decisions", partial(from_row, *row))
-        for row in connection.execute(RECORD_ROW):
-            content.add("records", partial(record_from_row, *row))
+            content.add(partial(from_row, *row))
     return content
 
 
@@ -187,21 +158,9 @@ def _read_json(path: Path) -> Content:
         raise CostsError(f'{wrong}: it doesn\'t say "format": {FORMAT!r}')
     if not isinstance(version := values.get("version"), int) or version > VERSION:
         raise CostsError(f"{path} has version {version!r}; this fuseboard knows {VERSION}")
+    if not isinstance(entries := values.get("decisions"), list):
+        raise CostsError(f"{wrong}: decisions is no list")
     content = Content()
-    made: Callable[[Any], Any]
-    for kind, made in (("decisions", decode), ("records", _record)):
-        entries = values.get(kind)
-        if not isinstance(entries, list):
-            raise CostsError(f"{wrong}: {kind} is no list")
-        for entry in entries:
-            content.add(kind, partial(made, entry))
+    for entry in entries:
+        content.add(partial(decode, entry))
     return content
-
-
-def _record(values: Any) -> TuningRecord:
-    try:
-        value = base64.b64decode(values["value"], validate=True)
-        given = values["namespace"], values["key"], value, values["created"]
-        return checked_record(TuningRecord(*given))
-    except (TypeError, KeyError, ValueError, binascii.Error) as error:
-        raise Damaged(f"it isn't a record: {error}") from error

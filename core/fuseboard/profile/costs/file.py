@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
-from fuseboard.profile.costs.rows import (
-    RECORD_ROW,
-    ROW,
-    Damaged,
-    from_row,
-    record_from_row,
-)
+from fuseboard.profile.costs.rows import ROW, Damaged, from_row
 
 log = logging.getLogger("fuseboard")
 
@@ -49,9 +43,6 @@ STEPS: tuple[tuple[str, ...], ...] = (
             settled INTEGER NOT NULL, created REAL NOT NULL, body TEXT NOT NULL,
             checksum TEXT NOT NULL) WITHOUT ROWID""",
         "CREATE INDEX decisions_of_graph ON decisions (graph, level)",
-        """CREATE TABLE records (
-            namespace TEXT NOT NULL, key TEXT NOT NULL, created REAL NOT NULL,
-            value BLOB NOT NULL, checksum TEXT NOT NULL, PRIMARY KEY (namespace, key))""",
     ),
 )
 
@@ -223,8 +214,6 @@ class CostFile:
                 if check(connection):
                     for row in connection.execute(ROW):
                         from_row(*row)
-                    for row in connection.execute(RECORD_ROW):
-                        record_from_row(*row)
                 verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
                 return bool(verdict == "ok")
         except (Foreign, Damaged, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""What the cost database holds: decisions with their candidates, and plugins' tuning records.
+"""What the cost database holds: decisions with their candidates.
 
 A row has a checksum, so that damage that SQLite can't see is seen here. It holds names and numbers
 only: reading it never runs anything.
@@ -73,23 +73,6 @@ class Decision:
     created: float
 
 
-@dataclass(frozen=True)
-class TuningRecord:
-    """Bytes that a plugin keeps for later processes.
-
-    :ivar namespace: whose they are, such as the plugin's name.
-    """
-
-    namespace: str
-    key: str
-    value: bytes
-    created: float
-
-
-#: What one tuning record may hold.
-MAX_RECORD_BYTES = 64 * 2**20
-
-
 class Damaged(Exception):
     """A row isn't what was written."""
 
@@ -125,25 +108,6 @@ def _finite(candidate: CandidateCost) -> CandidateCost:
         name: None for name in _NUMBERS if not _is_finite(getattr(candidate, name))
     }
     return dataclasses.replace(candidate, **unknown)
-
-
-def checked_record(record: TuningRecord) -> TuningRecord:
-    """The record, if it can be kept.
-
-    :raises ValueError: it can't.
-    """
-    if not all(map(_is_text, (record.namespace, record.key))):
-        raise ValueError(
-            f"a record's namespace and key are texts, not {record.namespace!r} and {record.key!r}"
-        )
-    if not isinstance(record.value, bytes) or len(record.value) > MAX_RECORD_BYTES:
-        raise ValueError(
-            f"the record {record.key!r} of {record.namespace!r} isn't bytes, at most "
-            f"{MAX_RECORD_BYTES} of them"
-        )
-    if not _is_number(record.created):
-        raise ValueError(f"the record {record.key!r} was made at {record.created!r}")
-    return record
 
 
 def encode(decision: Decision) -> dict[str, Any]:
@@ -209,10 +173,9 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-# --- rows of the tables ---------------------------------------------------------------------------
+# --- rows of the table ----------------------------------------------------------------------------
 
 ROW = "SELECT key, level, graph, settled, created, body, checksum FROM decisions"
-RECORD_ROW = "SELECT namespace, key, created, value, checksum FROM records"
 
 PUT = """
 INSERT INTO decisions (key, level, graph, settled, created, body, checksum)
@@ -223,9 +186,6 @@ ON CONFLICT (key) DO UPDATE SET
 """
 #: What is settled isn't replaced by what isn't: another process tried less.
 UNLESS_SETTLED = "WHERE excluded.settled >= decisions.settled"
-PUT_RECORD = """
-INSERT OR REPLACE INTO records (namespace, key, created, value, checksum) VALUES (?, ?, ?, ?, ?)
-"""
 
 
 def row_of(decision: Decision) -> tuple[Any, ...]:
@@ -233,7 +193,7 @@ def row_of(decision: Decision) -> tuple[Any, ...]:
     body = json.dumps(encode(decision), sort_keys=True)
     graph = decision.parts.get("graph", "")
     settled = int(decision.settled)
-    checksum = _checksum(body.encode(), decision.key)
+    checksum = _checksum(body, decision.key)
     return decision.key, decision.level, graph, settled, decision.created, body, checksum
 
 
@@ -243,7 +203,7 @@ def from_row(*row: Any) -> Decision:
     :raises Damaged: it isn't what was written.
     """
     key, *_, body, checksum = row
-    if not isinstance(body, str) or _checksum(body.encode(), key) != checksum:
+    if not isinstance(body, str) or _checksum(body, key) != checksum:
         raise Damaged("a decision has another checksum")
     try:
         decision = decode(json.loads(body))
@@ -254,26 +214,7 @@ def from_row(*row: Any) -> Decision:
     return decision
 
 
-def record_row_of(record: TuningRecord) -> tuple[Any, ...]:
-    """What ``PUT_RECORD`` puts."""
-    names = record.namespace, record.key, repr(record.created)
-    checksum = _checksum(record.value, *names)
-    return record.namespace, record.key, record.created, record.value, checksum
-
-
-def record_from_row(*row: Any) -> TuningRecord:
-    """The record in a row that ``RECORD_ROW`` selected.
-
-    :raises Damaged: it isn't what was written.
-    """
-    namespace, key, created, value, checksum = row
-    record = TuningRecord(namespace, key, value, created)
-    if not isinstance(value, bytes) or record_row_of(record)[-1] != checksum:
-        raise Damaged("a record has another checksum")
-    return record
-
-
-def _checksum(content: bytes, *names: str) -> str:
-    digest = hashlib.sha256(json.dumps(names).encode())
-    digest.update(content)
+def _checksum(body: str, key: str) -> str:
+    digest = hashlib.sha256(json.dumps([key]).encode())
+    digest.update(body.encode())
     return digest.hexdigest()
