@@ -231,7 +231,8 @@ def state():
     return {
         "hook": sys.excepthook,
         "environment": dict(os.environ),
-        "signals": [line for line in lines if line.startswith("Sig")],
+        # Not SigQ, which counts what is queued for all processes of the user.
+        "signals": [line for line in lines if line.startswith(("SigBlk", "SigIgn", "SigCgt"))],
         "processors": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
     }
 
