@@ -230,8 +230,7 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
     """Name, bytes that have to move, the kernel, and the same in plain torch."""
     from fuseboard_triton.kernels import (
         cross_entropy,
-        layer_norm,
-        rms_norm,
+        norms,
         rotary,
     )
 
@@ -246,8 +245,8 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
     with torch.no_grad():
         # ATen's statistics are float32 on a GPU, and of the input's dtype on the CPU.
         stats = x.dtype if clock.dry else torch.float32
-        _, mean, rstd = layer_norm.layer_norm(x, w, b, 1e-5, stats)
-        _, root = rms_norm.rms_norm(x, w, 1e-5)
+        _, mean, rstd = norms.layer_norm(x, w, b, 1e-5, stats)
+        _, root = norms.rms_norm(x, w, 1e-5)
     size = float(x.numel() * 2)
 
     def named(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
@@ -259,22 +258,22 @@ def _cases(clock: Clock) -> list[tuple[str, float, Callable[[], Any], Callable[[
 
     return [
         (
-            *("rms norm", 2 * size, named(rms_norm.rms_norm, x, w, 1e-5)),
+            *("rms norm", 2 * size, named(norms.rms_norm, x, w, 1e-5)),
             lambda: F.rms_norm(x, (n,), w, 1e-5),
         ),
-        ("add + rms norm", 4 * size, named(rms_norm.add_rms_norm, x, y, w, 1e-5), add_rms),
+        ("add + rms norm", 4 * size, named(norms.add_rms_norm, x, y, w, 1e-5), add_rms),
         (
             *("rms norm backward", 3 * size),
-            named(rms_norm.rms_norm_backward, grad, x, w, root),
-            named(rms_norm.reference_backward, grad, x, w, root),
+            named(norms.rms_norm_backward, grad, x, w, root),
+            named(norms.rms_norm_backward_reference, grad, x, w, root),
         ),
         (
-            *("layer norm", 2 * size, named(layer_norm.layer_norm, x, w, b, 1e-5)),
+            *("layer norm", 2 * size, named(norms.layer_norm, x, w, b, 1e-5)),
             lambda: F.layer_norm(x, (n,), w, b, 1e-5),
         ),
         (
             *("layer norm backward", 3 * size),
-            named(layer_norm.layer_norm_backward, grad, x, w, mean, rstd),
+            named(norms.layer_norm_backward, grad, x, w, mean, rstd),
             lambda: torch.ops.aten.native_layer_norm_backward(
                 grad, x, [n], mean, rstd, w, b, [True, True, True]
             ),

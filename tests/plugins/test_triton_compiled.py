@@ -169,28 +169,28 @@ def written() -> dict[str, tuple[Any, list[str], dict[str, Any], int]]:
     """Each kernel with the types of its arguments and its constants, for rows of 4096."""
     from fuseboard_triton.kernels import (
         cross_entropy,
-        layer_norm,
-        rms_norm,
+        norms,
         rotary,
     )
 
     half, full, long = "*bf16", "*fp32", "*i64"
+    rms, layer = {"CENTRED": False}, {"CENTRED": True}
     return {
         "rms_norm": (
-            *(rms_norm._forward, [half] * 4 + [full, half, "i32", "fp32"]),
-            {"RESIDUAL": True, "WEIGHT": True, "BLOCK": 4096},
+            *(norms._forward, [half] * 5 + [full, full, half, "i32", "fp32"]),
+            {**rms, "RESIDUAL": True, "WEIGHT": True, "BIAS": False, "BLOCK": 4096},
         ),
         "rms_norm_backward": (
-            *(rms_norm._backward, [half] * 3 + [full, half, full, "i32", "i32"]),
-            {"WEIGHT": True, "BLOCK": 4096},
+            *(norms._backward, [half] * 3 + [full, full, half, full, full, "i32", "i32"]),
+            {**rms, "WEIGHT": True, "BLOCK": 4096},
         ),
         "layer_norm": (
-            *(layer_norm._forward, [half] * 5 + [full, full, half, "i32", "fp32"]),
-            {"RESIDUAL": True, "WEIGHT": True, "BIAS": True, "BLOCK": 4096},
+            *(norms._forward, [half] * 5 + [full, full, half, "i32", "fp32"]),
+            {**layer, "RESIDUAL": True, "WEIGHT": True, "BIAS": True, "BLOCK": 4096},
         ),
         "layer_norm_backward": (
-            *(layer_norm._backward, [half] * 3 + [full, full, half, full, "i32", "i32"]),
-            {"WEIGHT": True, "BLOCK": 4096},
+            *(norms._backward, [half] * 3 + [full, full, half, full, full, "i32", "i32"]),
+            {**layer, "WEIGHT": True, "BLOCK": 4096},
         ),
         "cross_entropy": (
             *(cross_entropy._forward, [half, long, full, half, "i32", "i32"]),

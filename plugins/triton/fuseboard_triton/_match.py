@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 import fuseboard
 from fuseboard_triton._ir import contiguous_strides, same
 from fuseboard_triton._torch_internals import size_of
-from fuseboard_triton.kernels import cross_entropy, layer_norm, rms_norm, rotary
+from fuseboard_triton.kernels import cross_entropy, norms, rotary
 from fuseboard_triton.kernels._launching import LONGEST_ROW
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -93,8 +93,8 @@ def _norm(found: fuseboard.Composite, sums: set[Node]) -> Match | None:
 
 
 _NORMS = {
-    "layer_norm": (layer_norm.layer_norm, layer_norm.add_layer_norm),
-    "rms_norm": (rms_norm.rms_norm, rms_norm.add_rms_norm),
+    "layer_norm": (norms.layer_norm, norms.add_layer_norm),
+    "rms_norm": (norms.rms_norm, norms.add_rms_norm),
 }
 
 
@@ -122,7 +122,7 @@ def _layer_norm_backward(found: fuseboard.Composite, sums: set[Node]) -> Match |
     if not is_plain(*args[:3], found.arguments["bias"]):
         return None
     outputs = _places(found, "grad_x", "grad_weight", "grad_bias")
-    return Match(found.name, found, layer_norm.layer_norm_backward, args, outputs)
+    return Match(found.name, found, norms.layer_norm_backward, args, outputs)
 
 
 def _rms_norm_backward(found: fuseboard.Composite, sums: set[Node]) -> Match | None:
@@ -130,7 +130,7 @@ def _rms_norm_backward(found: fuseboard.Composite, sums: set[Node]) -> Match | N
     if found.arguments["dims"] != 1 or not width_of(args[1]) or not is_plain(*args[:3]):
         return None
     outputs = _places(found, "grad_x", "grad_weight")
-    return Match(found.name, found, rms_norm.rms_norm_backward, args, outputs)
+    return Match(found.name, found, norms.rms_norm_backward, args, outputs)
 
 
 # --- rotary embeddings ----------------------------------------------------------------------------

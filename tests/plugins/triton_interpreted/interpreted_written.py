@@ -7,8 +7,7 @@ import torch
 
 from fuseboard_triton.kernels import (
     cross_entropy,
-    layer_norm,
-    rms_norm,
+    norms,
     rotary,
 )
 from tests.support.values import assert_closer, rnd
@@ -48,9 +47,9 @@ def test_rms_norm(shape, weighted, dtype):
     """RMS norm, with and without a weight, and its gradients."""
     x, grad = rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
     weight = rnd(shape[-1], seed=2, dtype=dtype) if weighted else None
-    check(rms_norm.rms_norm, rms_norm.reference, x, weight, 1e-5)
-    rstd = rms_norm.reference(x.float(), None, 1e-5)[1]
-    check(rms_norm.rms_norm_backward, rms_norm.reference_backward, grad, x, weight, rstd)
+    check(norms.rms_norm, norms.rms_norm_reference, x, weight, 1e-5)
+    rstd = norms.rms_norm_reference(x.float(), None, 1e-5)[1]
+    check(norms.rms_norm_backward, norms.rms_norm_backward_reference, grad, x, weight, rstd)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -59,10 +58,10 @@ def test_layer_norm(shape, weighted, dtype):
     """Layer norm, with and without weight and bias, and its gradients."""
     x, grad = 3 + rnd(*shape, dtype=dtype), rnd(*shape, seed=1, dtype=dtype)
     weight, bias = (rnd(shape[-1], seed=s, dtype=dtype) if weighted else None for s in (2, 3))
-    check(layer_norm.layer_norm, layer_norm.reference, x, weight, bias, 1e-5)
-    _, mean, rstd = layer_norm.reference(x.float(), None, None, 1e-5)
+    check(norms.layer_norm, norms.layer_norm_reference, x, weight, bias, 1e-5)
+    _, mean, rstd = norms.layer_norm_reference(x.float(), None, None, 1e-5)
     check(
-        layer_norm.layer_norm_backward, layer_norm.reference_backward, grad, x, weight, mean, rstd
+        norms.layer_norm_backward, norms.layer_norm_backward_reference, grad, x, weight, mean, rstd
     )
 
 
@@ -73,14 +72,14 @@ def test_a_residual_is_added_first(dtype):
     weight, bias = rnd(37, seed=2, dtype=dtype), rnd(37, seed=3, dtype=dtype)
 
     def rms(x, residual, weight, eps):
-        return *rms_norm.reference(x + residual, weight, eps), x + residual
+        return *norms.rms_norm_reference(x + residual, weight, eps), x + residual
 
     def layer(x, residual, weight, bias, eps):
-        return *layer_norm.reference(x + residual, weight, bias, eps), x + residual
+        return *norms.layer_norm_reference(x + residual, weight, bias, eps), x + residual
 
-    check(rms_norm.add_rms_norm, rms, x, residual, weight, 1e-5)
-    check(layer_norm.add_layer_norm, layer, x, residual, weight, bias, 1e-5)
-    *_, total = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
+    check(norms.add_rms_norm, rms, x, residual, weight, 1e-5)
+    check(norms.add_layer_norm, layer, x, residual, weight, bias, 1e-5)
+    *_, total = norms.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
 
 
@@ -113,7 +112,7 @@ def test_rotary(size, dtype):
 def test_nothing_to_do():
     """Tensors without elements."""
     x, w = torch.empty(0, 8), torch.ones(8)
-    assert rms_norm.rms_norm(x, w, 1e-5)[0].shape == (0, 8)
-    assert torch.equal(rms_norm.rms_norm_backward(x, x, w, torch.empty(0, 1))[1], torch.zeros(8))
-    assert layer_norm.layer_norm(x, w, w, 1e-5)[0].shape == (0, 8)
+    assert norms.rms_norm(x, w, 1e-5)[0].shape == (0, 8)
+    assert torch.equal(norms.rms_norm_backward(x, x, w, torch.empty(0, 1))[1], torch.zeros(8))
+    assert norms.layer_norm(x, w, w, 1e-5)[0].shape == (0, 8)
     assert rotary.rotary(x, w, w).shape == (0, 8)
