@@ -13,9 +13,12 @@ import fuseboard
 from fuseboard.fuse import narrow
 from fuseboard.pipeline import mixing, narrowing
 from fuseboard.pipeline.mixing import JUDGINGS, largest_part
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.judge.accuracy import Metric
 from fuseboard.report.data import ledger
 from fuseboard.torch_api import formats
+from tests.support import narrowing as narrowing_plugin
+from tests.support.backends import registered
 from tests.support.eager_loses import MEASURE
 
 TOLERANCES = {"bfloat16": 1e-2, "int8": 3e-2}
@@ -242,6 +245,21 @@ def test_a_later_process_takes_the_part_that_was_found(number_format, monkeypatc
     assert "2 of 3 places, as an earlier process found" in str(fuseboard.last_report())
 
 
+@pytest.mark.usefixtures("bfloat16")
+def test_a_decision_on_another_part_is_none_on_this_one(monkeypatch):
+    """As where two processes look for it at once: what runs here is verified here."""
+    net, x = model(0.0, 1000.0, 0.0), torch.randn(16, 64)
+    for runs, exact in ((JUDGINGS, 1), (2, 2)):
+        torch._dynamo.reset()
+        ledger.clear()
+        monkeypatch.setattr(mixing, "JUDGINGS", runs)
+        with torch.no_grad():
+            compiled(net, TOLERANCES["bfloat16"])(x)
+        assert len(rows()["eager partly in bfloat16"].exact) == exact
+        assert report().decided != "taken from the cost database"
+        monkeypatch.setattr(StoredDecision, "exact_places", lambda self: None)
+
+
 def _never(*args: Any) -> Any:
     raise AssertionError("nothing is to be judged")
 
@@ -254,3 +272,21 @@ def test_modules_that_must_be_exact_stay_so(number_format):
     (part,) = report().parts
     assert [place.module for place in part.places] == ["0.linear", "1.linear", "2.linear"]
     assert rows()[f"eager partly in {number_format}"].state == "chosen"
+
+
+@pytest.mark.thorough
+def test_a_part_is_found_beside_the_calls(monkeypatch, as_users_run_it, chosen):
+    """In the workshop, on the inputs of the first call; it answers calls here."""
+    monkeypatch.setenv("FUSEBOARD_BLOCK", '["narrow"]')
+    net, x = model(0.0, 1000.0, 0.0), torch.randn(16, 64)
+    with registered(narrowing_plugin, narrowing_plugin.NAME), torch.no_grad():
+        run = compiled(net, 1e-2)
+        run(x)
+        assert fuseboard.wait(120)
+        got = run(x)
+        assert not torch.equal(got, net(x))
+        assert error(got, net, x) <= 1e-2
+    part = rows()["eager partly in bf16"]
+    assert part.state == "chosen"
+    assert len(part.exact) == 1
+    assert not report().trips

@@ -138,14 +138,9 @@ class Tuner:
         if decision is None:
             return [c for c in self._candidates if not c.dropped]
         known = {cost.name: cost for cost in decision.candidates}
-        winner = next(
-            (
-                c
-                for c in self._candidates
-                if c.name == decision.winner and c.row.exact == known[c.name].exact
-            ),
-            None,
-        )
+        cost = known.get(decision.winner)
+        decided = decision.winner, () if cost is None else cost.exact
+        winner = next((c for c in self._candidates if (c.name, c.row.exact) == decided), None)
         if winner is None or not self._lower(winner, defers=False):
             for candidate in self._candidates:
                 cost = known.get(candidate.name)
