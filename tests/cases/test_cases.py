@@ -23,7 +23,7 @@ from tests.support.eager_loses import MEASURE
 from tests.support.observations import mend
 
 HERE = Path(__file__).parent
-FILES = ("cases_dev", "cases_surroundings")
+FILES = ("cases_dev", "cases_surroundings", "cases_programs")
 NAMES = {
     file: re.findall(r"^def (case_\w+)\(compile_fn\)", (HERE / f"{file}.py").read_text(), re.M)
     for file in FILES
@@ -92,7 +92,9 @@ def run(modules, file: str, name: str, backends: list[str] | None, **options: ob
     getattr(modules[file], name)(lambda f, **kw: torch.compile(f, backend="fuseboard", **own, **kw))
 
 
-@pytest.mark.parametrize(("file", "count"), [("cases_dev", 38), ("cases_surroundings", 24)])
+@pytest.mark.parametrize(
+    ("file", "count"), [("cases_dev", 38), ("cases_surroundings", 24), ("cases_programs", 10)]
+)
 def test_all_cases_are_found(file, count):
     """The vendored file is whole, and no name of our own is misspelt."""
     assert len(NAMES[file]) == count
