@@ -192,3 +192,14 @@ def case_10_vmap_of_overlapping_writes(compile_fn):
         return torch.vmap(lambda row, new: row.clone().unfold(0, 2, 1).copy_(new))(x, y)
 
     hold(compile_fn, f, lambda i: (rnd(3, 6, seed=i), rnd(3, 5, 2, seed=i + 5)))
+
+
+# Sizes by a fraction, whose digits count. (pytorch#147261)
+def case_11_a_third_of_a_size(compile_fn):
+    def f(x):
+        return F.interpolate(x, scale_factor=1 / 3, mode="linear") * 2
+
+    compiled = compile_fn(f, dynamic=True)
+    for number in range(CALLS):
+        x = rnd(1, 2, 3 * (7 + number), seed=number)
+        check(compiled(x), f(x), f"{x.shape[-1]} columns")

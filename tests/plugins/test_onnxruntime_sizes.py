@@ -24,6 +24,7 @@ PROGRAMS = {
     "interpolated twice": lambda x: interpolate(
         interpolate(x[None, None], scale_factor=(1.5, 2), mode="bilinear"), scale_factor=0.7
     ).sigmoid(),
+    "a third": lambda x: interpolate(x[:, None], scale_factor=1 / 3, mode="linear").sigmoid(),
     "rolled": lambda x: x.roll(x.shape[1] // 2, 1).exp(),
 }
 

@@ -62,7 +62,7 @@ def _text(size: Any, sources: dict[Any, str]) -> str:
     value = expression(size)
     if value in sources:
         return sources[value]
-    text = str(value)
+    text = _written(value)
     names = {str(symbol): sources.get(symbol) for symbol in value.free_symbols}
     unknown = _unknown_parts(value) + sorted(n for n, source in names.items() if source is None)
     if unknown:
@@ -73,6 +73,14 @@ def _text(size: Any, sources: dict[Any, str]) -> str:
     for name in sorted(names, key=len, reverse=True):
         text = _replaced(text, name, str(names[name]))
     return text
+
+
+def _written(value: Any) -> str:
+    """An expression as Python's code. sympy itself writes 15 digits of a number that has 17."""
+    import sympy
+
+    exact = {part: sympy.Symbol(f"({float(part)!r})") for part in value.atoms(sympy.Float)}
+    return str(value.xreplace(exact))
 
 
 def _unknown_parts(value: Any) -> list[str]:
