@@ -35,6 +35,10 @@ SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 # zentorch has wheels for Linux on x86-64 and some versions of Python; its tests say what they lack.
 NO_ZENTORCH := echo 'zentorch could not be installed: tests that need it are skipped' >&2
 
+# Images for containers set this. Each of the tests' workers and of the processes that they start
+# would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-contrib lint format bench gpu-check clean
 

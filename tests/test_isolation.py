@@ -75,7 +75,10 @@ def files(place: Path, ending: str) -> list[Path]:
 
 @pytest.mark.thorough
 def test_the_parent_loads_what_the_child_compiled(place):
-    """Constants of the graph and torch's threads reach the child; the parent compiles nothing."""
+    """Constants of the graph and torch's threads reach the child; the parent compiles nothing.
+
+    The next compile takes it from the cache, without a child.
+    """
     call(place, "works")
     (region,) = last_graph().regions
     assert tries(place) == ["child"]
@@ -86,12 +89,6 @@ def test_the_parent_loads_what_the_child_compiled(place):
         "compiled in a child process",
     ]
     assert all_trips() == []
-
-
-@pytest.mark.thorough
-def test_what_the_child_compiled_is_cached(place):
-    """The next compile takes it from there, without a child."""
-    call(place, "works")
     call(place, "works")
     assert tries(place) == ["child"]
     assert [region.loaded for graph in ledger.graphs() for region in graph.regions] == [False, True]
