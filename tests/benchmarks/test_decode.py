@@ -1,0 +1,42 @@
+"""Tokens a second, worked out from the processes of four arms."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import decode
+from benchmarks.decode import ARMS, TOKENS, Decoded, Decoding, decoding_finding, decoding_table
+
+
+def measured(inductor=0.1, exact=0.1, within=0.04, text=None):
+    seconds = dict(zip(ARMS, (0.1, inductor, exact, within), strict=True))
+    eagers = list(range(TOKENS))
+    texts = {"fuseboard": text or eagers}
+    arms = {
+        arm: Decoded(1.0, 9.0, True, 2, [9.0, s, s], texts.get(arm, eagers), ["mkldnn"])
+        for arm, s in seconds.items()
+    }
+    return Decoding("llama", "static", arms)
+
+
+def test_tokens_a_second_are_the_medians():
+    one = measured()
+    assert one.arms["fuseboard, 2e-2"].tokens_per_s == pytest.approx(25)
+    assert one.speedup("fuseboard, 2e-2") == pytest.approx(2.5)
+    assert decoding_table([one]).row_count == len(ARMS)
+
+
+def test_what_must_hold():
+    """No slower than Inductor, eager's text; within the tolerance 2.5 times eager."""
+    assert measured(within=0.039).holds()
+    assert decoding_finding(measured(within=0.039)).holds == "yes"
+    assert not measured(within=0.041).holds()
+    assert not measured(exact=0.101, within=0.039).holds()
+    another = [*range(TOKENS - 1), -1]
+    assert measured(text=another).common("fuseboard") == TOKENS - 1
+    assert not measured(within=0.039, text=another).holds()
+
+
+def test_the_program_is_one():
+    """It compiles."""
+    compile(decode._PROGRAM, "program", "exec")
