@@ -636,7 +636,7 @@ def test_each_asks_every_active_plugin_in_order():
         FakeEntryPoint("other", plugin(fuse=lambda graph: None)),
     )
     opened = board.session(resolve({"backends": ["c", "a"]}))
-    assert opened.with_hook("fuseboard_fuse") == ("c", "a", "simplify", "other")
+    assert opened.with_hook("fuseboard_fuse") == ("c", "a", "shared_heads", "simplify", "other")
 
 
 def test_an_observer_that_raises_is_named_once_and_breaks_nothing(caplog):

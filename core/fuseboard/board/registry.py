@@ -41,6 +41,7 @@ BUILT_IN = {
     "eager": "fuseboard.run.eager",
     "attention": "fuseboard.fuse.attention",
     "linear_cross_entropy": "fuseboard.fuse.cross_entropy",
+    "shared_heads": "fuseboard.fuse.shared_heads",
     "simplify": "fuseboard.fuse.simplify",
     "narrow": "fuseboard.fuse.narrow",
     "defaults": "fuseboard.defaults",
