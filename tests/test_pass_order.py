@@ -33,8 +33,19 @@ def test_without_wishes_it_is_that_of_the_plugins():
 
 def test_a_plugin_says_before_or_after_which_it_is_asked():
     """Others stay where they are."""
-    assert order_of(a=a_pass(), b=a_pass(before=["simplify"])) == ("shared_heads", "b", "simplify", "a")
-    assert order_of(a=a_pass(after=["c"]), b=a_pass(), c=a_pass()) == ("shared_heads", "simplify", "c", "a", "b")
+    assert order_of(a=a_pass(), b=a_pass(before=["simplify"])) == (
+        "shared_heads",
+        "b",
+        "simplify",
+        "a",
+    )
+    assert order_of(a=a_pass(after=["c"]), b=a_pass(), c=a_pass()) == (
+        "shared_heads",
+        "simplify",
+        "c",
+        "a",
+        "b",
+    )
 
 
 def test_a_neighbour_without_the_hook_is_no_error():
@@ -43,7 +54,12 @@ def test_a_neighbour_without_the_hook_is_no_error():
 
 def test_the_setting_orders_what_it_names():
     settings = {"fuse_order": ["b", "simplify"]}
-    assert order_of(a=a_pass(), b=a_pass(), settings=settings) == ("shared_heads", "b", "simplify", "a")
+    assert order_of(a=a_pass(), b=a_pass(), settings=settings) == (
+        "shared_heads",
+        "b",
+        "simplify",
+        "a",
+    )
 
 
 def test_a_name_that_is_not_there():
