@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._decomp import get_decompositions
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseboard.lower.decompose import decompose
+from fuseboard.torch_api.views import eager_strides
 from tests.support.values import rnd
 
 aten = torch.ops.aten
@@ -61,3 +63,17 @@ def test_an_output_given_twice_is_copied_once():
 def test_without_an_op_of_the_table_the_graph_is_the_same_object():
     graph = captured(torch.exp, rnd(2))
     assert decompose(graph, {aten.relu.default: reversed_in_memory}) is graph
+
+
+def test_what_was_a_view_of_a_decomposed_result_may_be_a_copy():
+    """Where the kernel's result is row-major and that of the ops that it falls into isn't."""
+    x, ones = rnd(4, 5, 6).transpose(1, 2), torch.ones(6)
+    norm = aten._native_batch_norm_legit_no_training.default
+
+    def model(x, weight, bias, mean, variance):
+        return (norm(x, weight, bias, mean, variance, 0.1, 1e-5)[0].view(4, -1),)
+
+    inputs = x, ones, ones * 2, ones * 3, ones * 4
+    with eager_strides():
+        lowered = decompose(captured(model, *inputs), get_decompositions([norm]))
+    torch.testing.assert_close(lowered(*inputs), model(*inputs))

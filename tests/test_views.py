@@ -1,6 +1,8 @@
-"""Fake views have the strides of real ones, and so has what is compiled for them."""
+"""Fake results have the strides of real ones, and so has what is compiled for them."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import fuseboard
 from fuseboard.torch_api import views as torch_views
 from fuseboard.torch_api.symbols import in_the_example
-from fuseboard.torch_api.views import eager_view_strides, why_not_installed
+from fuseboard.torch_api.views import eager_strides, why_not_installed
 from tests.support.backends import (
     all_trips,
     compiled,
@@ -22,7 +24,7 @@ from tests.support.backends import (
     last_graph,
     plugged,
 )
-from tests.support.values import assert_same, rnd
+from tests.support.values import assert_closer, assert_same, rnd
 
 aten = torch.ops.aten
 
@@ -57,11 +59,49 @@ def test_fake_views_have_real_strides(op, data):
         real = op(tensor, shape)
     except RuntimeError:
         return  # a copy would be needed
-    with FakeTensorMode() as mode, eager_view_strides():
+    with FakeTensorMode() as mode, eager_strides():
         fake = op(mode.from_tensor(tensor), shape)
     assert fake.shape == real.shape
     assert fake.stride() == real.stride()
     assert fake.storage_offset() == real.storage_offset()
+
+
+W = torch.ones(8)
+FORMATTED = {
+    "inference": lambda x: aten._native_batch_norm_legit_no_training(x, W, W, W, W, 0.1, 1e-5)[0],
+    "training": lambda x: aten._native_batch_norm_legit_functional(x, W, W, W, W, True, 0.1, 1e-5)[
+        0
+    ],
+    "no_stats": lambda x: aten._native_batch_norm_legit(x, W, W, True, 0.1, 1e-5)[0],
+    "gradient": lambda x: aten.native_batch_norm_backward(
+        x.contiguous(), x, W, W, W, W, W, True, 1e-5, [True] * 3
+    )[0],
+    "roll": lambda x: aten.roll(x, [1, 1], [0, 1]),
+    "channel_shuffle": lambda x: aten.channel_shuffle(x, 2) if x.dim() > 2 else x,
+}
+LAID_OUT = {
+    "rows": rnd(4, 8, 5),
+    "tokens": rnd(4, 5, 8).transpose(1, 2),
+    "columns": rnd(8, 4).t(),
+    "channels_last": rnd(2, 3, 5, 8).permute(0, 3, 1, 2),
+    "some_channels": rnd(2, 3, 5, 16).permute(0, 3, 1, 2)[:, :8],
+    "channels_last_3d": rnd(2, 3, 5, 2, 8).permute(0, 4, 1, 2, 3),
+    "another_order": rnd(5, 8, 2, 6).transpose(0, 2),
+    "gaps": rnd(2, 8, 3, 10)[..., ::2],
+    "one_element_each": rnd(2, 8, 1, 1),
+}
+
+
+@pytest.mark.parametrize("given", LAID_OUT)
+@pytest.mark.parametrize("op", FORMATTED)
+@pytest.mark.whole
+def test_fake_results_in_a_memory_format_lie_as_real_ones(op, given):
+    x = LAID_OUT[given]
+    real = FORMATTED[op](x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, eager_strides():
+        fake = FORMATTED[op](mode.from_tensor(x))
+    assert fake.shape == real.shape
+    assert fake.stride() == real.stride()
 
 
 def test_symbolic_strides_are_found_without_guards():
@@ -71,9 +111,13 @@ def test_symbolic_strides_are_found_without_guards():
     context = StatelessSymbolicContext(dynamic_sizes=sizes)
     x = mode.from_tensor(torch.empty(1, 256, 32), symbolic_context=context)
     size = x.shape[1]
-    with mode, eager_view_strides():
+    with mode, eager_strides():
         view = x.transpose(1, 2).view(1, 32, 1, size)
+        norm = aten._native_batch_norm_legit_no_training(
+            x.transpose(1, 2), *(torch.ones(32),) * 4, 0.1, 1e-5
+        )[0]
     assert [str(n) for n in view.stride()] == ["32", "1", f"32*{size}", "32"]
+    assert [str(n) for n in norm.stride()] == [f"32*{size}", f"{size}", "1"]
     assert not env.guards
 
 
@@ -87,7 +131,7 @@ def test_outside_of_the_board_s_compiles_they_are_torch_s_own():
     assert why_not_installed() == ""
     own = strides_of_a_view()
     for _ in range(2):
-        with eager_view_strides():
+        with eager_strides():
             assert strides_of_a_view() == (4, 1, 12, 4)
         assert strides_of_a_view() == own
     assert own != (4, 1, 12, 4), "torch has mended it: the patch can go"
@@ -215,6 +259,38 @@ def test_symbolic_sizes():
             for _ in range(2):
                 assert_same(fn(x), model(x))
         assert states()["other"] != "failed"
+    assert not all_trips()
+
+
+class NormOfTokens(nn.Module):
+    """A batch norm over tokens, as in PatchTST: row-major in eager, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.norm(x.transpose(1, 2))
+        return self.linear(y.transpose(1, 2)), y.flatten(1) * 2
+
+
+@pytest.mark.parametrize(
+    "backend", ["mkldnn", *(pytest.param(n, marks=pytest.mark.slow) for n in ("inductor", "tvm"))]
+)
+@pytest.mark.whole
+def test_a_norm_of_transposed_tokens(backend):
+    """Also for those that decompose it, whose result the graph's view is none of."""
+    if backend == "tvm":
+        pytest.importorskip("tvm", reason="needs the extra tvm")
+    model, x = NormOfTokens().eval(), rnd(4, 5, 6)
+    with torch.no_grad():
+        fn = compiled(model, backend, "eager", min_region_us=0)
+        exact = copy.deepcopy(model).double()(x.double())
+        for found, rival, reference in zip(fn(x), model(x), exact, strict=True):
+            assert_closer(found, reference=reference, rival=rival)
+            assert found.stride() == rival.stride()
+    assert {region.backend for region in last_graph("inference").regions} == {backend}
     assert not all_trips()
 
 

@@ -22,7 +22,7 @@ from fuseboard.torch_api.dynamo_graphs import with_held_as_inputs
 from fuseboard.torch_api.frames import frame_title, leave_to_eager, needs_one_graph
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.symbols import in_the_example
-from fuseboard.torch_api.views import eager_view_strides, why_not_installed
+from fuseboard.torch_api.views import eager_strides, why_not_installed
 from fuseboard.workshop.admission import why_held, why_in_calls, with_a_cache
 from fuseboard.workshop.desk import watch_dynamo
 from fuseboard.workshop.kept_call import CannotKeep
@@ -78,7 +78,7 @@ def _answered(
     options: Mapping[str, Any] | None,
 ) -> Run:
     """What answers the calls of a graph, in the modes that it assumes."""
-    with StateGuard(), eager_view_strides():
+    with StateGuard(), eager_strides():
         session = board.session(resolve(options, mode))
         if problem := why_not_installed():
             session.notes.append(problem)

@@ -71,10 +71,10 @@ def main(directory: Path) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     try:
-        from fuseboard.torch_api.views import eager_view_strides  # torch loads here, not before
+        from fuseboard.torch_api.views import eager_strides  # torch loads here, not before
 
         request: LoweringRequest = pickle.loads((directory / "request").read_bytes())
-        with eager_view_strides():
+        with eager_strides():
             result = _answer(request, directory)
         unfinished = directory / "unfinished"
         unfinished.write_bytes(pickle.dumps(result))

@@ -37,7 +37,7 @@ from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.frames import frame_scope
 from fuseboard.torch_api.state import StateGuard
-from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.torch_api.views import eager_strides
 
 Run = Callable[..., Any]
 
@@ -262,7 +262,7 @@ class GraphCall:
         def call(args: list[Any]) -> Sequence[Any]:
             with compile_lock:
                 if captured.function is call:  # else another thread was quicker
-                    with StateGuard(), eager_view_strides(), entered():
+                    with StateGuard(), eager_strides(), entered():
                         self.pipeline.compile(captured, "backward")
             return captured.function(args)
 

@@ -291,7 +291,22 @@ def retrace(
         torch.fx.traceback.preserve_node_meta(),
         alone_in_tracing(),
     ):
-        return make_fx(torch.fx.Interpreter(graph).run, decomposition_table=table)(*inputs)
+        return make_fx(_Retracer(graph).run, decomposition_table=table)(*inputs)
+
+
+class _Retracer(torch.fx.Interpreter):
+    """Runs a graph in which ops fall into others, whose results may lie otherwise in memory.
+
+    What is a view of such a result may then be none of theirs: a copy has its elements.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().call_function(target, args, kwargs)
+        except (RuntimeError, ValueError):  # of the kernel, of its fake one
+            if target is not torch.ops.aten.view.default:
+                raise
+        return super().call_function(torch.ops.aten.reshape.default, args, kwargs)
 
 
 @contextlib.contextmanager

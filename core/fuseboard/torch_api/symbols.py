@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.torch_api.views import eager_strides
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -137,7 +137,7 @@ def compiling_in_a_call(mode: Any) -> Iterator[None]:
     state, pythons = torch.get_rng_state(), random.getstate()
     try:
         with (
-            eager_view_strides(),
+            eager_strides(),
             _disable_current_modes(),
             torch.inference_mode(False),
             torch.no_grad(),

@@ -18,7 +18,7 @@ from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.compiling import alone_in_tracing
 from fuseboard.torch_api.dynamo_graphs import Tracing, tracing_apart
 from fuseboard.torch_api.state import StateGuard
-from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.torch_api.views import eager_strides
 from fuseboard.workshop.admission import why_not_kept
 from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.sizes import SizeCondition, SizeRoute
@@ -74,7 +74,7 @@ def compile_apart(
     :param frame: names the user's function in reports.
     :param bundled: as of :func:`fuseboard.pipeline.call.compile_graph`.
     """
-    with eager_view_strides(), keeping_sizes(), tracing_apart(inputs, sizes) as tracing:
+    with eager_strides(), keeping_sizes(), tracing_apart(inputs, sizes) as tracing:
         graph = tracing.with_known_numbers(graph)
         condition = SizeCondition.on(tracing.inputs)  # before any of their sizes may be fixed
         try:

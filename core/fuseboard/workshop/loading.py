@@ -16,7 +16,7 @@ from fuseboard.pipeline.call import Compiled
 from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import describe, trip
 from fuseboard.torch_api.state import StateGuard
-from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.torch_api.views import eager_strides
 from fuseboard.workshop.carried import CarriedProgram, NotCarried, unpack
 from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
@@ -66,7 +66,7 @@ def load(
     if inputs is None:
         raise CannotKeep("a weight is gone")
     try:
-        with call.entered(), StateGuard(), eager_view_strides():
+        with call.entered(), StateGuard(), eager_strides():
             compiled, carried = unpack(
                 data, graph.session, graph.graph, inputs, graph.frame, number
             )

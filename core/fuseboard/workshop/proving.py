@@ -16,7 +16,7 @@ from fuseboard.pipeline.call import Compiled
 from fuseboard.run.failure import describe
 from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.torch_api.state import StateGuard
-from fuseboard.torch_api.views import eager_view_strides
+from fuseboard.torch_api.views import eager_strides
 from fuseboard.workshop.admission import why_not_kept
 from fuseboard.workshop.kept_call import CannotKeep, KeptCall
 from fuseboard.workshop.sizes import SizeCondition
@@ -97,5 +97,5 @@ def difference_on(compiled: Compiled, kept: KeptCall) -> str:
     inputs = kept.inputs()
     if inputs is None:
         return ""  # a weight is gone, and nobody will call
-    with kept.entered(), StateGuard(), eager_view_strides():
+    with kept.entered(), StateGuard(), eager_strides():
         return compiled.capture_check().difference_as_it_runs(inputs, {})
