@@ -363,6 +363,38 @@ def test_collectives_are_as_in_eager(program, order, one_process):
 # --- triton kernels of the user's ----------------------------------------------------------------
 
 
+def test_zeros_without_memory_are_given_some():
+    """Compiled code reads its inputs' memory; forward-mode derivatives have zeros without any."""
+    addresses = []
+
+    def claim(graph):
+        zeros = torch.ops.aten._efficientzerotensor.default
+        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+        mine = frozenset(node.name for node in nodes if node.target is not zeros)
+        return [Claim(nodes=mine, native=mine)]
+
+    def look(eager_call, region):
+        def run(args):
+            addresses.extend(arg.data_ptr() for arg in args)
+            return eager_call(args)
+
+        return run
+
+    linear = nn.Linear(2, 4)
+
+    def curvature(x):
+        return torch.func.vmap(torch.func.hessian(lambda z: linear(z).tanh().sum()))(x)[:, 0, 0]
+
+    x = rnd(5, 2)
+    (wanted,) = torch.autograd.grad(curvature(x).sum(), linear.weight)
+    with plugged("other", call=look, claim=claim):
+        fn = compiled(curvature, "other", "eager", min_region_us=0)
+        (found,) = torch.autograd.grad(fn(x).sum(), linear.weight)
+    torch.testing.assert_close(found, wanted)
+    assert addresses
+    assert all(addresses)
+
+
 def test_a_triton_kernel_goes_to_a_backend_of_its_device():
     """Its wrapper has tensors in keyword arguments that are a dict; needs no GPU."""
     graph = torch.fx.Graph()

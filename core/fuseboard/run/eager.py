@@ -58,7 +58,23 @@ def lower_eagerly(region: Region) -> LoweredRegion:
 
     Values are freed right after their last use. The callable is boxed: it empties its list.
     """
-    return LoweredRegion(call=boxed_function(region.graph, region.name))
+    call = boxed_function(region.graph, region.name)
+    zeros = torch.ops.aten._efficientzerotensor.default
+    if region.graph.graph.find_nodes(op="call_function", target=zeros, sort=False):
+        return LoweredRegion(call=_with_memory(call))
+    return LoweredRegion(call=call)
+
+
+def _with_memory(call: Boxed) -> Boxed:
+    """Zeros that forward-mode derivatives have without memory get some: others read it."""
+
+    def run(args: list[Any]) -> tuple[Any, ...]:
+        return tuple(
+            value.clone() if isinstance(value, torch.Tensor) and value._is_zerotensor() else value
+            for value in call(args)
+        )
+
+    return run
 
 
 def boxed_function(graph: GraphModule, name: str) -> Boxed:

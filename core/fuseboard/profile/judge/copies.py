@@ -263,13 +263,14 @@ def memory_of(value: Any, whole: bool = False) -> torch.Tensor | None:
     """The bytes from a tensor's first element to its last, gaps and all, shape ``(n,)``.
 
     They are the tensor's own, and nothing that is written to them bumps its version. None where
-    there are none to be had: no elements, another layout, a wrapper of ``torch.func``'s.
+    there are none to be had: no elements, another layout, zeros without memory, a wrapper of
+    ``torch.func``'s.
 
     :param whole: all bytes of the storage.
     """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_nested:
         return None
-    if value.device.type == "meta" or not value.numel():
+    if value.device.type == "meta" or not value.numel() or value._is_zerotensor():
         return None
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None
