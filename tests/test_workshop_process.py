@@ -9,6 +9,8 @@ import threading
 
 import pytest
 
+from fuseboard.workshop import desk as desks
+from fuseboard.workshop import process
 from fuseboard.workshop.process import Workshop
 
 
@@ -35,3 +37,34 @@ def test_a_request_ends_with_the_process_that_made_it(after_s, tmp_path, monkeyp
     assert workshop._child is None
     with pytest.raises(Exception, match="this process ends"):
         Workshop._running(workshop)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_request_that_is_written_as_the_process_ends_fails_in_silence(own_desk, caplog, ends):
+    """The files of requests go with the process, also from under one that is being written."""
+
+    class Asks:
+        limit_s, bytes_to_send, problem = 10.0, 0, ""
+
+        def recall(self):
+            return desks.Next.ASK
+
+        def request(self, directory):
+            if ends:
+                own_desk.end()
+            else:
+                process.remove_directories()
+            (directory / "request").write_bytes(b"")
+
+        def fail(self, problem):
+            self.problem = problem
+
+    order = Asks()
+    own_desk.submit(order)
+    own_desk._loading.wait(10.0)
+    if ends:
+        own_desk._asking._thread.join(10.0)
+    else:
+        own_desk._asking.wait(10.0)
+    assert ("work beside calls failed" in caplog.text) is not ends
+    assert ("FileNotFoundError" in order.problem) is not ends

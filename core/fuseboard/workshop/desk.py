@@ -91,6 +91,8 @@ class _Thread:
         self._done = threading.Condition()
         self._left = 0
         self._thread: threading.Thread | None = None
+        #: The process ends, and takes its files away from what is being done.
+        self._ending = False
 
     def put(self, work: _Work, order: weakref.ref[Order]) -> None:
         with self._done:
@@ -114,6 +116,8 @@ class _Thread:
             try:
                 work(order)
             except Exception as error:  # a bug of the board's; the next graph is served
+                if self._ending:
+                    return
                 log.exception("fuseboard: work beside calls failed")
                 alive = order()
                 if alive is not None:
@@ -122,6 +126,10 @@ class _Thread:
             with self._done:
                 self._left -= 1
                 self._done.notify_all()
+
+    def end(self) -> None:
+        """From now on failures say nothing."""
+        self._ending = True
 
     def wait(self, limit_s: float) -> None:
         """Return once all is done that was put into the queue, or after so many seconds."""
@@ -224,6 +232,8 @@ class Desk:
     def end(self) -> None:
         """At this process's end, which waits for nothing."""
         if os.getpid() == self._process:
+            self._asking.end()
+            self._loading.end()
             self._workshop.end()
             remove_directories()
 
