@@ -149,9 +149,9 @@ FORMS = [
 ]
 
 
-def drawn(dtype=torch.float32):
+def drawn(dtype=torch.float32, seed=0):
     shapes = [(B, H, S, D), (B, H, T, D), (B, H, T, D), (B, 1, S, T)]
-    return [rnd(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+    return [rnd(*shape, seed=seed + i).to(dtype) for i, shape in enumerate(shapes)]
 
 
 def name(function):
@@ -176,19 +176,25 @@ def test_a_form_in_training(form):
     """Its result is as exact as eager's, and its gradients, taken together.
 
     The kernel takes the sum of a row of P dP from the result. Where a row has one key these cancel
-    exactly in eager's formula and not in the kernel's.
+    exactly in eager's formula and not in the kernel's. Of inputs as small as these the error of one
+    draw is luck, and other processors have other luck: several draws are taken together.
     """
 
     def trained(function, dtype):
-        own = [value.to(dtype).requires_grad_() for value in drawn()[:3]]
-        result = function(*own, drawn()[3].to(dtype))
-        (result * result.detach().sin()).sum().backward()
-        return [result, *(one.grad for one in own)]
+        results, gradients = [], []
+        for seed in range(0, 40, 10):
+            *values, mask = (value.to(dtype) for value in drawn(seed=seed))
+            own = [value.requires_grad_() for value in values]
+            result = function(*own, mask)
+            (result * result.detach().sin()).sum().backward()
+            results.append(result)
+            gradients += [one.grad for one in own]
+        return flat(results), flat(gradients)
 
     got, eager = trained(compiled(form), torch.float32), trained(form, torch.float32)
     precise = trained(form, torch.float64)
-    no_further(got[0], eager[0], precise[0])
-    no_further(*(flat(values[1:]) for values in (got, eager, precise)))
+    for values in zip(got, eager, precise, strict=True):
+        no_further(*values)
     assert found() == 1
     assert FUSED in ops("forward")
     assert FUSED.replace("attention", "attention_backward") in ops("backward")

@@ -171,7 +171,7 @@ def test_an_unknown_backend_reads_well(monkeypatch):
     assert settings_error(three_backends(), backends=["quik"]) == (
         "backends = ['quik'], set in torch.compile(options=): no plugin named 'quik'. "
         "Did you mean 'quick'? Installed: a_slow, attention, eager, linear_cross_entropy, narrow, "
-        "quick, simplify, slow, watcher."
+        "quick, shared_heads, simplify, slow, watcher."
     )
     monkeypatch.setattr(selection, "_extras", lambda: ["tvm"])
     text = settings_error(three_backends(), backends=["tvm"])

@@ -67,6 +67,7 @@ class Changes(RuleBasedStateMachine):
     def agrees(self):
         assert self.machine.state is self.known
         assert self.machine.is_over == (self.known in OVER)
+        assert self.machine.is_told == (self.known in OVER)
         assert self.done == self.changes
 
 
@@ -90,6 +91,21 @@ def test_of_two_threads_that_decide_one_does():
         for thread in threads:
             thread.join()
         assert done == [machine.state]
+
+
+def test_a_life_is_settled_once_reports_tell_it():
+    """Who waits for the end reads them next. No lock is held meanwhile."""
+    machine, seen = StateMachine(), []
+    machine.change(GraphState.LOADING, tell=lambda: seen.append(machine.is_told))
+    assert not machine.is_told
+
+    def tell():
+        seen.append(machine.is_told)
+        assert machine.change(GraphState.REFUSED) is False
+
+    machine.change(GraphState.SETTLED, tell=tell)
+    assert seen == [False, False]
+    assert machine.is_told
 
 
 def test_a_route_sends_calls_to_what_was_put_last():

@@ -161,14 +161,16 @@ class Life:
 
     @property
     def settled(self) -> bool:
-        return self._machine.is_over
+        return self._machine.is_told
 
     @property
     def waiting(self) -> int:
         """Whether something is done for it beside calls."""
+        if self._machine.is_over:
+            return int(not self.settled)  # another thread puts it into the report
         needs_call = not self._has_begun or bool(self._why_here) or self._wants_call
         needs_call |= self._proving is not None
-        return int(self.state in (GraphState.WATCHING, GraphState.LOADING) and not needs_call)
+        return int(self.state is not GraphState.TRIALLING and not needs_call)
 
     def settle(self) -> bool:
         """Let the trial end now, on the inputs that were kept; False where they weren't."""
@@ -205,7 +207,7 @@ class Life:
             self._chosen.by_sizes.forked()
         if self._proving is not None:
             self._proving.forked()
-        if not self.waiting:
+        if self._machine.is_over or not self.waiting:
             return
 
         def again(*args: Any) -> Any:
@@ -269,14 +271,13 @@ class Life:
 
     def _dynamo_runs(self, reports: Sequence[GraphReport]) -> None:
         """Dynamo's graph won in the workshop, or in an earlier process."""
-        self._settle_on(self._own)
-        self._report.dynamo_won(reports)
+        self._settle_on(self._own, lambda: self._report.dynamo_won(reports))
         self._report.settled(EAGER)
 
-    def _settle_on(self, program: Run) -> None:
+    def _settle_on(self, program: Run, tell: Callable[[], None] = lambda: None) -> None:
         """Let calls go to what was decided on, but for those that are to be made again."""
         answers = self._watching.before(program, self._route.put)
-        self._machine.change(GraphState.SETTLED, lambda: self._route.put(answers))
+        self._machine.change(GraphState.SETTLED, lambda: self._route.put(answers), tell)
         self._kept.forget()
 
     def _try_another_call(self, problem: str) -> None:
@@ -336,9 +337,13 @@ class Life:
 
     def fail(self, problem: str) -> None:
         """Nothing comes of it: Dynamo's own graph answers all calls."""
-        if self._machine.change(GraphState.REFUSED, lambda: self._route.put(self._own)):
+
+        def tell() -> None:
             self._kept.forget()
             self._report.refused(problem)
+
+        if self._machine.change(GraphState.REFUSED, lambda: self._route.put(self._own), tell):
+            self._report.over()
 
     def load(self) -> Next:
         """Make what was chosen anew in this process."""
@@ -406,9 +411,8 @@ class Life:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
             self._settle_on(chosen.run)
             self._report.settled(COMPILED)
-        elif self._trial is not None:
-            self._settle_on(chosen.run)
-            chosen.tell_earlier_trial(self._trial)
+        elif (trial := self._trial) is not None:
+            self._settle_on(chosen.run, lambda: chosen.tell_earlier_trial(trial))
             self._report.settled(COMPILED)
         else:
             answers = chosen.in_turn_with(self._own, self._margin, self._decide)
@@ -445,12 +449,16 @@ class Life:
 
     def _give_up(self, chosen: Chosen, problem: str) -> None:
         """Let no call go to what was chosen, whether it was decided on or is on trial."""
-        if not self._machine.change(GraphState.SETTLED, lambda: self._let_own_answer(chosen)):
+
+        def tell() -> None:
+            chosen.tell_wrong(problem, self.name)
+            self._keep_that_eager_runs(problem)
+
+        if not self._machine.change(GraphState.SETTLED, lambda: self._let_own_answer(chosen), tell):
             self._let_own_answer(chosen)
+            tell()
         self._kept.forget()
         self._proving = None
-        chosen.tell_wrong(problem, self.name)
-        self._keep_that_eager_runs(problem)
 
     def _let_own_answer(self, chosen: Chosen) -> None:
         chosen.leave_to(self._own)
@@ -468,14 +476,17 @@ class Life:
 
     def _decide(self, winner: int) -> None:
         """The trial is over."""
-        if not self._machine.change(GraphState.SETTLED, lambda: self._decided(winner)):
-            return
-        self._kept.forget()
-        assert self._chosen is not None
-        self._chosen.tell_winner(winner)
-        self._report.settled((EAGER, COMPILED)[winner])
-        self._winner = winner
-        desk().keep_trial(self)  # a disk may be slow
+        chosen = self._chosen
+        assert chosen is not None
+
+        def tell() -> None:
+            chosen.tell_winner(winner)
+
+        if self._machine.change(GraphState.SETTLED, lambda: self._decided(winner), tell):
+            self._kept.forget()
+            self._report.settled((EAGER, COMPILED)[winner])
+            self._winner = winner
+            desk().keep_trial(self)  # a disk may be slow
 
     def _decided(self, winner: int) -> None:
         assert self._chosen is not None

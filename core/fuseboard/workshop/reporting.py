@@ -71,7 +71,6 @@ class LifeReport:
             report.instead = f"Dynamo's own graph runs: {problem}"
             log.info("fuseboard: %s: %s", report.frame, report.instead)
             emit(report)
-        tell_settled(*self._shown)
 
     def dynamo_won(self, reports: Sequence[GraphReport]) -> None:
         """Nothing that was compiled is faster.
@@ -97,4 +96,8 @@ class LifeReport:
         seconds = time.perf_counter() - self._began
         details = {"winner": winner, "whole": True}
         self._session.notify(Event("choose", self.name, seconds, details))
+        self.over()
+
+    def over(self) -> None:
+        """Tell callbacks that nothing is left to try."""
         tell_settled(*self._shown)

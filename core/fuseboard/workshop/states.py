@@ -55,6 +55,8 @@ class StateMachine:
     def __init__(self) -> None:
         self._state = GraphState.WATCHING
         self._lock = fork_safe_lock()
+        #: Whether it is over, and in the reports: they are read right after the end.
+        self.is_told = False
 
     @property
     def state(self) -> GraphState:
@@ -65,10 +67,16 @@ class StateMachine:
         """Whether no change can follow."""
         return not TRANSITIONS[self._state]
 
-    def change(self, to: GraphState, then: Callable[[], None] = lambda: None) -> bool:
+    def change(
+        self,
+        to: GraphState,
+        then: Callable[[], None] = lambda: None,
+        tell: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Change the state and do what belongs to it, such as to let calls go elsewhere.
 
         :param then: takes no lock and calls nobody else's code.
+        :param tell: puts it into reports; called behind the change, without the lock.
         :returns: False where the life is over already, as when two threads decide at once; nothing
             is changed then.
         :raises WrongTransition: the table has no such change.
@@ -80,4 +88,8 @@ class StateMachine:
                 raise WrongTransition(f"from {self._state.name} to {to.name}")
             self._state = to
             then()
-            return True
+        try:
+            tell()
+        finally:
+            self.is_told = not TRANSITIONS[to]
+        return True
