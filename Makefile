@@ -2,7 +2,7 @@
 #
 #   make demo        a pretrained model answers questions through torch.compile
 #   make test        the tests that take minutes: one case of each, none marked slow or thorough
-#   make test-all    all of them, which takes most of an hour
+#   make test-all    all of them, which takes half an hour
 #   make test-contrib  those of the distributions in contrib/
 #   make lint        ruff, mypy, import-linter, vulture; changes nothing
 #   make format      ruff's formatter and its safe fixes

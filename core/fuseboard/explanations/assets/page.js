@@ -43,7 +43,8 @@ function finder(diagram) {
   const button = (label, sign, by) =>
     make("button", { type: "button", "aria-label": label, title: label, click: () => move(by) },
       sign);
-  return { field, element: make("div", { class: "finder", role: "search" }, field,
+  const attributes = { class: "finder", role: "search", "aria-label": `Search of ${graph.name}` };
+  return { field, element: make("div", attributes, field,
     button("Previous match", "↑", -1), button("Next match", "↓", 1), status) };
 }
 
