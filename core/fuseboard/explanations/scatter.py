@@ -14,7 +14,7 @@ from fuseboard.report.data import CandidateReport, GraphReport
 
 WIDTH, HEIGHT = 640, 320
 #: Of the part that has points in it.
-LEFT, RIGHT, TOP, BOTTOM = 64, WIDTH - 24, 16, HEIGHT - 48
+LEFT, RIGHT, TOP, BOTTOM = 64, WIDTH - 40, 16, HEIGHT - 48
 #: Errors below this are drawn there: zeros have no logarithm.
 _LEAST = 1e-9
 #: So many labels stand at an axis at most.
