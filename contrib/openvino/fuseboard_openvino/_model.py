@@ -50,7 +50,8 @@ class Model:
         frontend = FrontEndManager().load_by_framework("pytorch")
         self._decoder = TorchFXPythonDecoder(graph)  # the model reads from it as long as it lives
         try:
-            self._model = frontend.convert(frontend.load(self._decoder))
+            with fuseboard.real_tensors():  # of which there are constants
+                self._model = frontend.convert(frontend.load(self._decoder))
         except Exception as error:  # the bindings raise several kinds, by release
             raise fuseboard.LoweringError(f"OpenVINO's converter: {error}") from error
         for parameter, value in zip(self._model.get_parameters(), inputs, strict=True):
