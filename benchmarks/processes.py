@@ -169,3 +169,21 @@ def _outcome(
     lines = [line for line in stderr_path.read_text().splitlines() if line.strip()]
     last = lines[-1] if lines else "nothing on stderr"
     return Outcome(failure=f"ended with code {code} during {during!r}: {last}", during=during)
+
+
+def last_line(program: str, request: str) -> str:
+    """What a Python program prints last, one thread, in a process of its own with empty caches.
+
+    :param program: the program's text, and ``request`` its argument.
+    :raises subprocess.CalledProcessError: it failed.
+    """
+    with empty_caches() as folder:
+        answer = subprocess.run(
+            [sys.executable, "-c", program, request],
+            cwd=ROOT,
+            env=worker_environment(1, folder),
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    return answer.stdout.splitlines()[-1]
