@@ -646,3 +646,19 @@ def test_calls_of_other_sizes_are_held_to_the_budget():
     assert not torch.equal(got, model(many))
     assert error(got, model, many) <= 1e-2
     assert not report().trips
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_table_of_modules_holds_in_the_workshop():
+    """What no pattern matches stays exact: casts are in the first layer alone."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        run = compiled(model, tolerance={"0": 1e-2})
+        assert torch.equal(run(x), model(x))
+        assert fuseboard.wait(120)
+        got = run(x)
+    assert not torch.equal(got, model(x))
+    assert error(got, model, x) <= 1e-2
+    narrowed = [node for node in report().nodes if "bfloat16" in node.value and "mm" in node.op]
+    assert len(narrowed) == 1
+    assert not any("within calls" in note for note in report().notes)

@@ -15,6 +15,7 @@ from fuseboard.capture.unfit_graphs import take_out_inference_mode, why_not_supp
 from fuseboard.capture.untraced_modes import why_untraced
 from fuseboard.config import resolve
 from fuseboard.errors import LoweringError
+from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.call import compile_graph, contain_untraced
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.call_sizes import sizes_of
@@ -124,7 +125,8 @@ def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
 
 
 def _compile(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
-    return compile_graph(session, graph, inputs, inputs, frame_title()).run
+    pins = Pins(session, graph)
+    return compile_graph(session, graph, inputs, inputs, frame_title(), pins).run
 
 
 def _in_its_inference_mode(

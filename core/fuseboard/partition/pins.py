@@ -32,7 +32,7 @@ from fuseboard.partition.claims import claimed_names
 from fuseboard.partition.marks import PREFER, mark_of
 from fuseboard.partition.paths import ModulePaths, op_names, paths_in
 from fuseboard.torch_api import internals as torch_internals
-from fuseboard.torch_api.frames import FrameScope
+from fuseboard.torch_api.frames import FrameScope, frame_scope
 
 Answers = Mapping[str, Sequence[Claim | Decline]]
 
@@ -135,16 +135,14 @@ class _Wish:
 class Pins:
     """The wishes that hold for one call of the backend.
 
+    They are made within that call, where the modules are that patterns are compared with. From then
+    on they know these by name, so that another process can follow them.
+
     :param graph: Dynamo's graph; None where there is none.
     :raises SettingsError: a pattern matches nothing, and it was given for this model alone.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        graph: GraphModule | None = None,
-        scope: FrameScope | None = None,
-    ) -> None:
+    def __init__(self, session: Session, graph: GraphModule | None = None) -> None:
         settings = session.settings
         self._backends = [info.name for info in session.backends]
         self.pins = [
@@ -169,7 +167,9 @@ class Pins:
         }
         self._notes: list[str] = []
         rules = [*self.pins, *self.excludes, *self._tolerances]
-        self.paths = ModulePaths(scope if rules and scope is not None else FrameScope({}, []))
+        # A look at the callers' locals keeps what they hold alive for as long as those frames run.
+        scope = frame_scope() if rules and graph is not None else FrameScope({}, [])
+        self.paths = ModulePaths(scope)
         if rules and graph is not None:
             self._check(rules, self.paths.known | paths_in(graph, self.paths))
 
@@ -200,6 +200,12 @@ class Pins:
         if message not in _warned:
             _warned.add(message)
             warnings.warn(message, stacklevel=2)
+
+    def described(self, graph: GraphModule) -> str:
+        """What patterns are compared with in Dynamo's graph; "" where there are no patterns."""
+        if not (self.pins or self.excludes or self._tolerances):
+            return ""
+        return repr([*self._names(list(graph.graph.nodes)).values()])
 
     # --- for each graph -------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.aot_functions import noting_functions
 from fuseboard.torch_api.copies import copy_graph
-from fuseboard.torch_api.frames import frame_scope
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_strides
 
@@ -73,16 +72,21 @@ class Compiled:
         """How far its results may be from float64; None where they are exact."""
         return self.call.pipeline.budget
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the user wants something in it where Dynamo's own graph hasn't it."""
+        return any(runner.is_pinned for runner in self.runners)
+
     def is_decided(self) -> bool:
         """Whether no call is needed any more to decide what runs."""
         stored = self.call.pipeline.whole_call_decision
         settled = all(runner.chooser is None for runner in self.runners)
-        return settled and (stored is None or stored.find() is not None)
+        return settled and (stored is None or self.is_pinned or stored.find() is not None)
 
     def dynamo_wins(self) -> bool:
         """Whether nothing that was compiled is any better than Dynamo's own graph."""
         stored = self.call.pipeline.whole_call_decision
-        decision = stored.find() if stored is not None else None
+        decision = stored.find() if stored is not None and not self.is_pinned else None
         if decision is not None:
             return decision.winner == EAGER
         sites = [site for runner in self.runners for site in runner.program.sites]
@@ -95,6 +99,7 @@ def compile_graph(
     inputs: Sequence[Any],
     example_inputs: Sequence[Any],
     frame: str,
+    pins: Pins,
     bundled: Callable[[Callable[..., Boxed]], Any] | None = None,
     rewrite: bool = True,
 ) -> Compiled:
@@ -103,18 +108,21 @@ def compile_graph(
     :param inputs: for AOTAutograd, real or fake.
     :param example_inputs: the same inputs, real; they are not kept.
     :param frame: names the user's function in reports.
+    :param pins: what the user wants where.
     :param bundled: wraps each of AOTAutograd's compilers, so that what they return can be sent to
         another process.
     :param rewrite: let plugins rewrite Dynamo's graph before it is captured.
     """
-    call = GraphCall(session, graph, frame)
+    call = GraphCall(session, graph, frame, pins)
 
     def as_dynamo_has_it() -> Compiled:
         return Compiled(forward_of(graph), call, is_dynamo_graph=True)
 
     def without_rewrites(problem: str) -> Compiled:
         call.pipeline.contain_rewritten_graph(problem)
-        return compile_graph(session, graph, inputs, example_inputs, frame, bundled, rewrite=False)
+        return compile_graph(
+            session, graph, inputs, example_inputs, frame, pins, bundled, rewrite=False
+        )
 
     if why := unfit_graphs.why_not_supported(graph, example_inputs):
         call.pipeline.leave_as_it_is(why)
@@ -188,15 +196,15 @@ class GraphCall:
     """
 
     def __init__(
-        self, session: Session, graph: GraphModule, frame: str, number: int | None = None
+        self,
+        session: Session,
+        graph: GraphModule,
+        frame: str,
+        pins: Pins | None = None,
+        number: int | None = None,
     ) -> None:
         self.session = session
         self.graph = graph
-        # A look at the callers' locals keeps what they hold alive for as long as those frames run:
-        # only where a pattern has to be compared with the modules in them.
-        settings = session.settings
-        wishes = settings.pin or settings.exclude or isinstance(settings.tolerance, dict)
-        pins = Pins(session, graph, frame_scope() if wishes else None)
         self.pipeline = Pipeline(session, frame, pins, number)
         #: Ways into the graphs that AOTAutograd captured.
         self.captured_graphs: list[CapturedGraph] = []

@@ -290,6 +290,8 @@ class Pipeline:
         runner = Runner(staged.graph, captured, kind, kept, self.session, report, visible)
         if self.records is None:  # else what this process calls are the same inputs again
             runner.unproven = FURTHER_CALLS
+        eager = self.session.backends[-1].name
+        runner.is_pinned = any(backend != eager for backend in staged.wishes.pins.values())
         self.runners.append(runner)
         if self.records is not None:
             self.records.append(Record(staged, runner))

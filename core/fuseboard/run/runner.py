@@ -56,6 +56,7 @@ class Runner:
     :ivar program: what ``uninterrupted`` was generated from.
     :ivar uninterrupted: what a call executes unless it is interrupted.
     :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
+    :ivar is_pinned: the user wants something in it on another backend than eager.
     :ivar on_trip: called with the problem where the chosen program failed in a call, so that later
         processes choose another one.
     :ivar chooser: the tuner, until the graph has settled. Nothing else keeps it alive while it
@@ -90,6 +91,7 @@ class Runner:
         self._every = session.settings.verify_every
         self._instead: Boxed | None = None
         self._told_of_change = self._has_given_up = False
+        self.is_pinned = False
         self.on_trip: Callable[[str], None] | None = None
         self.chooser: object = None
         #: How many further calls of a program that may have an error are held against float64.

@@ -29,8 +29,6 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
         )
     if settings.on_failure == "raise" or session.decides_on_failure:
         return "failures may be raised, which needs a call to raise in"
-    if settings.pin or settings.exclude or isinstance(settings.tolerance, dict):
-        return "pin, exclude and tolerance's patterns look at the modules of the call"
     if several_ranks():
         return "a job of several ranks"
     if any(session.module_name(name) is None for name in session.plugins):

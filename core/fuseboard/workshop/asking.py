@@ -43,4 +43,5 @@ def make_request(graph: DynamoGraph, call: KeptCall, directory: Path) -> Request
         state=call.named_state(),
         modes=(call.grads, call.inference),
         sizes=graph.sizes,
+        pins=graph.pins,
     )

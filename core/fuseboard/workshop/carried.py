@@ -60,6 +60,7 @@ class _CarriedGraph:
     :ivar weight_positions: inputs that are weights, unchanged until they tell otherwise.
     :ivar visible: how many leading outputs the caller sees; None: all.
     :ivar inner_plans: for the graphs of higher-order nodes.
+    :ivar is_pinned: the user wants something in it on another backend than eager.
     :ivar runs_original: in eager it runs best as Dynamo has it.
     :ivar fusions_offered: of the graph as a whole; those of its regions are numbered on.
     :ivar decomposed: graphs of regions that were decomposed for a plugin; None for those that
@@ -80,6 +81,7 @@ class _CarriedGraph:
     weight_positions: frozenset[int]
     visible: int | None
     inner_plans: InnerPlans
+    is_pinned: bool
     runs_original: bool
     fusions_offered: int
     decomposed: dict[LevelKey, bytes | None]
@@ -181,6 +183,7 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
         weight_positions=staged.weight_positions,
         visible=staged.roles.visible_outputs if staged.kind == "forward" else None,
         inner_plans=staged.inner_plans,
+        is_pinned=runner.is_pinned,
         runs_original=runner.uncompiled is not runner.captured.eager,
         fusions_offered=staged.counter.offered,
         decomposed={
@@ -231,7 +234,7 @@ def unpack(
     carried: CarriedProgram = pickle.loads(data)
     for name in carried.op_modules:  # of ops that a rewrite brought: this process may not have them
         importlib.import_module(name)
-    call = GraphCall(session, graph, frame, number)
+    call = GraphCall(session, graph, frame, number=number)
     call.mutated, call.input_count, call.autocast = carried.mutated, carried.count, carried.autocast
     by_entry = {one.entry: one for one in carried.graphs}
     graphs = _Graphs(carried.condition)
@@ -320,6 +323,7 @@ def _run(
     allowed = carried.tolerance
     budget = None if allowed is None else Budget(allowed, Metric.of(session))
     runner = Runner(graph, entry, carried.kind, kept, session, report, carried.visible, budget)
+    runner.is_pinned = carried.is_pinned
     if carried.runs_original:
         runner.uncompiled = boxed_original(call.graph, torch.is_grad_enabled())
     call.pipeline.runners.append(runner)

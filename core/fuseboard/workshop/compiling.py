@@ -12,6 +12,7 @@ from fuseboard.board import Session
 from fuseboard.contracts import Boxed
 from fuseboard.errors import containable
 from fuseboard.lower.guards import keeping_sizes
+from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.call import Compiled, compile_graph
 from fuseboard.run.failure import describe
 from fuseboard.torch_api.call_sizes import CallSizes
@@ -65,6 +66,7 @@ def compile_apart(
     inputs: Sequence[Any],
     sizes: CallSizes | None,
     frame: str,
+    pins: Pins,
     bundled: Callable[[Callable[..., Boxed]], Any] | None = None,
 ) -> CompiledApart:
     """Compile a graph for calls of all sizes that Dynamo's guards let through, as far as it can be.
@@ -72,6 +74,7 @@ def compile_apart(
     :param inputs: real ones.
     :param sizes: what Dynamo knows of their sizes.
     :param frame: names the user's function in reports.
+    :param pins: what the user wants where.
     :param bundled: as of :func:`fuseboard.pipeline.call.compile_graph`.
     """
     with eager_strides(), keeping_sizes(), tracing_apart(inputs, sizes) as tracing:
@@ -83,7 +86,7 @@ def compile_apart(
         except containable():  # a limit of fake tensors; AOTAutograd may know another way
             rewrite = False
         compiled = compile_graph(
-            session, graph, tracing.inputs, inputs, frame, bundled, rewrite=rewrite
+            session, graph, tracing.inputs, inputs, frame, pins, bundled, rewrite=rewrite
         )
         return CompiledApart(compiled, tracing, condition)
 
@@ -107,7 +110,9 @@ def compile_here(graph: DynamoGraph, inputs: Sequence[Any], why: str) -> tuple[C
     session.notes.append(f"tried within calls, not beside them: {why}")
     try:
         with StateGuard(), alone_in_tracing():
-            apart = compile_apart(session, graph.graph, inputs, graph.sizes, graph.frame)
+            apart = compile_apart(
+                session, graph.graph, inputs, graph.sizes, graph.frame, graph.pins
+            )
         condition = apart.condition()
     except containable() as error:
         raise NotCompiled(describe(error)) from error

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.capture.original import forward_of
+from fuseboard.partition.pins import Pins
 from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.custom_ops import defining_modules
 from fuseboard.torch_api.dynamo_graphs import static_positions
@@ -31,6 +32,7 @@ class DynamoGraph:
     :ivar static: positions of the inputs that Dynamo knows to be parameters or buffers.
     :ivar weights: these, and those of other parameters.
     :ivar op_modules: define ops that are in it.
+    :ivar pins: what the user wants where.
     """
 
     session: Session
@@ -41,6 +43,7 @@ class DynamoGraph:
     static: frozenset[int]
     weights: frozenset[int]
     op_modules: tuple[str, ...]
+    pins: Pins
 
     @classmethod
     def of_call(
@@ -49,12 +52,13 @@ class DynamoGraph:
         """As Dynamo gives it to its backend.
 
         :param inputs: real ones, of the call for which Dynamo compiles it.
+        :raises SettingsError: a pattern for this model alone matches nothing.
         """
         static = frozenset(static_positions(graph))
         weights = {i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
         run = forward_of(graph)
-        ops = defining_modules(graph)
-        return cls(session, graph, sizes, frame_title(), run, static, static | weights, ops)
+        ops, pins = defining_modules(graph), Pins(session, graph)
+        return cls(session, graph, sizes, frame_title(), run, static, static | weights, ops, pins)
 
     def keep(self, inputs: Sequence[Any]) -> KeptCall:
         """Keep a call of it for later.

@@ -47,7 +47,7 @@ class KeptAnswers:
             inputs,
             graph.static,
             graph.sizes,
-            call.described(),
+            call.described() + graph.pins.described(graph.graph),
         )
         settings = graph.session.settings
         return cls(stored, store_at(settings.cache_dir, settings.cache_size_mb))

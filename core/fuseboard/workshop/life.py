@@ -407,8 +407,9 @@ class Life:
 
     def _begin_with_chosen(self, chosen: Chosen) -> None:
         """Let what was chosen answer calls, at first in turn with Dynamo's graph."""
-        if self._training:
+        if self._training or chosen.compiled.is_pinned:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
+            # And what the user wants on a backend isn't there in Dynamo's graph.
             self._settle_on(chosen.run)
             self._report.settled(COMPILED)
         elif (trial := self._trial) is not None:

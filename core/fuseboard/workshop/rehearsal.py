@@ -58,7 +58,15 @@ def answer(request: Request, directory: Path) -> Answer:
         inputs = read_inputs(request.inputs, directory)
         with ledger.collect() as reports, keeping_sizes():
             with bundling() as bundled:
-                apart = compile_apart(session, graph, inputs, request.sizes, request.frame, bundled)
+                apart = compile_apart(
+                    session,
+                    graph,
+                    inputs,
+                    request.sizes,
+                    request.frame,
+                    request.pins,
+                    bundled,
+                )
             if apart.problem:
                 return Answer(problem=apart.problem)
             return _rehearse(apart, inputs, reports)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuseboard.config.model import Settings
+from fuseboard.partition.pins import Pins
 from fuseboard.report.data import GraphReport
 from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.workshop.tensors import SentInputs
@@ -25,6 +26,7 @@ class Request:
     :ivar state: name → value: what results depend on, as the call found it.
     :ivar modes: the grad mode and the inference mode of the call.
     :ivar sizes: what Dynamo knows of the inputs' sizes; None where these are plain.
+    :ivar pins: what the user wants where.
     """
 
     graph: bytes
@@ -39,6 +41,7 @@ class Request:
     state: dict[str, Any]
     modes: tuple[bool, bool]
     sizes: CallSizes | None
+    pins: Pins
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ class WholeCalls:
     def run(self) -> Run | None:
         """What runs the calls from now on; None: Dynamo's own graph."""
         session = self._session
+        if self._is_pinned():
+            return self._compiled
         if session.eager_is_fallback_only or several_ranks() or _is_special(self._graph):
             return self._compiled
         if self._training and _saves_memory(session):
@@ -136,10 +138,16 @@ class WholeCalls:
         note_dynamo_runs(kind, _times(decision.candidates), self._runners)
         return None
 
+    def _is_pinned(self) -> bool:
+        """Whether the user wants something where Dynamo's own graph hasn't it."""
+        return any(runner.is_pinned for runner in self._runners)
+
     def _watch(self, *args: Any) -> Any:
         settled = all(report.settled for report in self._reports.values())
         if self._training:
             settled = settled and "backward" in self._reports and torch.is_grad_enabled()
+        if self._is_pinned():
+            return self._leave("the user says what runs where")(*args)
         if self._training and torch_modes.saved_tensor_hooks_are_set():
             # A checkpoint's would meet other saved tensors when it computes again.
             self._leave("it is called where hooks of saved tensors are set, as by a checkpoint")
