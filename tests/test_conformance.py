@@ -585,6 +585,22 @@ def test_the_command_fails_where_something_is_wrong():
     assert found["inputs"]
 
 
+def test_the_command_prints_a_table_of_ops_for_a_readme():
+    """What runs, and what of it is wrong in which check."""
+    with lying("_softmax", no_nan):
+        done = CliRunner().invoke(app, ["conformance", "liar", "--only", "softmax", "--table"])
+    assert done.exit_code == 1
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
+    assert rows[0] == ["op", "runs in checks", "what is known"]
+    known = {row[0]: row[1:] for row in rows[2:]}
+    checks, text = known["`aten._softmax.default`"]
+    assert int(checks) > 1
+    assert text == "fails in softmax_infinite_rows"
+    checks, text = known["`aten._log_softmax.default`"]
+    assert int(checks) > 1
+    assert text == "as in eager"
+
+
 def test_every_program_knows_where_it_is_written():
     """The place is in the module that defines it, and inputs can be told."""
     for one in PROGRAMS:

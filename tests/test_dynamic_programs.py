@@ -113,12 +113,12 @@ def numpy_plugin(monkeypatch):
     """The template's plugin, a real engine that knows plain sizes only."""
     pytest.importorskip("numpy")
     monkeypatch.syspath_prepend(str(TEMPLATE))
-    import fuseboard_numpy
+    import fuseboard_mychip
 
-    fuseboard.register(fuseboard_numpy, "numpy")
+    fuseboard.register(fuseboard_mychip, "mychip")
     yield
-    fuseboard.unregister("numpy")
-    for name in [name for name in sys.modules if name.startswith("fuseboard_numpy")]:
+    fuseboard.unregister("mychip")
+    for name in [name for name in sys.modules if name.startswith("fuseboard_mychip")]:
         del sys.modules[name]
 
 
@@ -130,7 +130,7 @@ def test_a_real_engine(numpy_plugin):
 
     torch._dynamo.reset()
     ledger.clear()
-    options = {"backends": ["numpy", "eager"], "dynamic": "specialise", "on_failure": "raise"}
+    options = {"backends": ["mychip", "eager"], "dynamic": "specialise", "on_failure": "raise"}
     options["stages"] = {"plan": "tests.support.plans:first_claimer"}
     fn = torch.compile(f, backend="fuseboard", dynamic=True, options=options)
     for n in (4, 7, 9, 4, 7):
@@ -138,7 +138,7 @@ def test_a_real_engine(numpy_plugin):
         with torch.no_grad():
             torch.testing.assert_close(fn(x, y), f(x, y))
     graph = last_graph()
-    (region,) = [region for region in graph.regions if region.backend == "numpy"]
+    (region,) = [region for region in graph.regions if region.backend == "mychip"]
     assert len(region.specialised) == 3
     assert {"aten.sin.default", "aten.mul.Tensor"} <= set(region.ops)
     assert sum(graph.kind == "inference" for graph in ledger.graphs()) == 1

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fuseboard.cli.new_plugin import plugin_files
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -78,16 +80,25 @@ def fuseboard_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def template_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = ROOT / "examples" / "plugin_template"
-    return build_wheel(source, tmp_path_factory.mktemp("template-wheel"))
+def new_plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``fuseboard new-plugin my-npu`` writes."""
+    directory = tmp_path_factory.mktemp("new-plugin")
+    for path, text in plugin_files("my-npu").items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def plugin_wheel(tmp_path_factory: pytest.TempPathFactory, new_plugin: Path) -> Path:
+    return build_wheel(new_plugin, tmp_path_factory.mktemp("plugin-wheel"))
 
 
 @pytest.fixture(scope="session")
 def environment(
-    tmp_path_factory: pytest.TempPathFactory, fuseboard_wheel: Path, template_wheel: Path
+    tmp_path_factory: pytest.TempPathFactory, fuseboard_wheel: Path, plugin_wheel: Path
 ) -> Environment:
-    """Fuseboard's wheel, then the template's with its requirements resolved by pip."""
+    """Fuseboard's wheel, then the new plugin's with its requirements resolved by pip."""
     place = Environment(tmp_path_factory.mktemp("environment").resolve())
     # Without a pip of its own, whose old setuptools would come before the one that torch requires.
     venv = (sys.executable, "-m", "venv", "--without-pip", "venv")
@@ -97,5 +108,5 @@ def environment(
     purelib = place.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     Path(purelib.strip(), "packages_of_the_tests.pth").write_text("\n".join(others) + "\n")
-    place.install(template_wheel)
+    place.install(plugin_wheel)
     return place

@@ -1,4 +1,6 @@
-"""Someone else's plugin: built from the template, installed with pip beside fuseboard's wheel."""
+"""Someone else's plugin: as ``fuseboard new-plugin`` writes it, installed with pip beside
+fuseboard's wheel.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
+
+from fuseboard.cli.new_plugin import plugin_files
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template"
 
@@ -18,7 +22,7 @@ def f(x):
     return torch.tanh(x * 2.0) + torch.exp(-x)
 
 x = torch.randn(37, 199)
-compiled = torch.compile(f, backend="fuseboard", options={"backends": ["numpy"]})
+compiled = torch.compile(f, backend="fuseboard", options={"backends": ["my-npu"]})
 with torch.no_grad():
     torch.testing.assert_close(compiled(x), f(x))
 print(json.dumps(fuseboard.last_report().as_dict()))
@@ -30,9 +34,9 @@ def test_it_serves_torch_compile(environment):
     """Named in ``backends``, it runs the graph, and the report says so."""
     (graph,) = json.loads(environment.python(SERVES))["graphs"]
     (region,) = graph["regions"]
-    assert region["backend"] == "numpy"
+    assert region["backend"] == "my-npu"
     assert region["notes"] == ["5 NumPy calls"]
-    assert {node["backend"] for node in graph["nodes"]} == {"numpy"}
+    assert {node["backend"] for node in graph["nodes"]} == {"my-npu"}
     assert graph["trips"] == []
 
 
@@ -40,27 +44,51 @@ def test_it_serves_torch_compile(environment):
 def test_it_is_listed_with_its_version(environment):
     """``fuseboard plugins`` shows it like any other, from its own distribution."""
     listed = json.loads(environment.run("fuseboard", "plugins", "--json"))
-    (plugin,) = [plugin for plugin in listed if plugin["name"] == "numpy"]
+    (plugin,) = [plugin for plugin in listed if plugin["name"] == "my-npu"]
     assert plugin["version"] == "0.1.0"
 
 
-def run_template_tests(environment, name):
-    """Run a test file of the template where nothing but wheels is installed."""
-    tests = environment.directory / f"template_{name}"
-    tests.write_text((TEMPLATE / "tests" / name).read_text())
-    return environment.run("python", "-m", "pytest", "-p", "no:cacheprovider", tests)
+def run_own_tests(environment, new_plugin, name):
+    """Run a test file of the new plugin where nothing but wheels is installed."""
+    tests = new_plugin / "tests" / name
+    return environment.run("python", "-P", "-m", "pytest", "-p", "no:cacheprovider", tests)
 
 
 @pytest.mark.thorough
-def test_its_own_tests_pass(environment):
-    """What the template ships as its tests holds beside the wheels."""
-    assert " passed" in run_template_tests(environment, "test_plugin.py")
+def test_its_own_tests_pass(environment, new_plugin):
+    """The tests that are written with it hold beside the wheels."""
+    assert " passed" in run_own_tests(environment, new_plugin, "test_plugin.py")
 
 
 @pytest.mark.slow
-def test_it_conforms(environment):
-    """The template passes the conformance suite, so what is copied from it starts without a bug."""
-    assert " passed" in run_template_tests(environment, "test_conformance.py")
+def test_it_conforms(environment, new_plugin):
+    """It passes the conformance suite as written, so what is made of it starts without a bug."""
+    assert " passed" in run_own_tests(environment, new_plugin, "test_conformance.py")
+
+
+@pytest.mark.thorough
+def test_its_table_of_ops(environment):
+    """``conformance --table`` tells for a README what runs, and why the rest doesn't."""
+    table = environment.run("fuseboard", "conformance", "my-npu", "--table", "--only", "pointwise")
+    lines = table.splitlines()
+    assert lines[:2] == ["| op | runs in checks | what is known |", "|---|---|---|"]
+    (exp,) = [line for line in lines if line.startswith("| `aten.exp.default`")]
+    assert "| as in eager; elsewhere declined: dtype torch." in exp
+    assert any("NumPy has no function that is exactly" in line for line in lines)
+
+
+@pytest.mark.thorough
+def test_a_wheel_has_the_template_too(environment):
+    """``fuseboard new-plugin`` writes the same files from an installed wheel as from a checkout."""
+    environment.run("fuseboard", "new-plugin", "my-tpu")
+    written = environment.directory / "fuseboard-my-tpu"
+    files = {path: (written / path).read_text() for path in plugin_files("my-tpu")}
+    assert files == plugin_files("my-tpu")
+    assert 'my-tpu = "fuseboard_my_tpu"' in files[Path("pyproject.toml")]
+    assert not [path for path, text in files.items() if "mychip" in f"{path}{text}"]
+    assert {path.relative_to(written) for path in written.rglob("*") if path.is_file()} == set(
+        files
+    )
 
 
 def test_it_uses_public_names_only():
@@ -69,7 +97,7 @@ def test_it_uses_public_names_only():
 
     import fuseboard
 
-    for path in (TEMPLATE / "fuseboard_numpy").glob("*.py"):
+    for path in (TEMPLATE / "fuseboard_mychip").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "fuseboard":
                 assert {alias.name for alias in node.names} <= set(fuseboard.__all__), path

@@ -53,7 +53,13 @@ def test_wheel_holds_the_packages_and_nothing_else(fuseboard_wheel):
         for root in (ROOT / "core", *(ROOT / "plugins" / name for name in PLUGINS))
         for path in root.rglob("*.py")
     }
+    template = ROOT / "examples" / "plugin_template"
+    source |= {
+        f"fuseboard/plugin_template/{path.relative_to(template).as_posix()}"
+        for path in template.rglob("*.py")
+    }
     assert {name for name in names if name.endswith(".py")} == source
+    assert not [name for name in names if "__pycache__" in name]
     for licence in ("LICENSE", "NOTICE", "core/fuseboard/explanations/assets/dagre.LICENSE.txt"):
         assert any(name.endswith(f".dist-info/licenses/{licence}") for name in names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,9 @@ _SHOWN_OPS = 6
 def conformance(
     backend: Annotated[str, typer.Argument(help="The backend's name, as in settings.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print a Markdown table of the ops, for a README.")
+    ] = False,
     only: Annotated[
         str, typer.Option(metavar="SUBSTR", help="Run the checks whose name contains this.")
     ] = "",
@@ -44,6 +48,8 @@ def conformance(
         results = run_checks(backend, only, done=lambda result: progress.advance(task))
     if as_json:
         print(json.dumps([result.as_dict() for result in results], indent=2))
+    elif table:
+        print(op_table(results))
     else:
         _print(results)
     if any(result.failed for result in results):
@@ -83,6 +89,31 @@ def _print(results: list[CheckResult]) -> None:
         f"{sum(result.verdict == verdict for result in results)} {verdict}" for verdict in _STYLES
     ]
     console.print(Text(", ".join(counts)))
+
+
+def op_table(results: list[CheckResult]) -> str:
+    """A Markdown table: for each op of the checks how many of them the backend ran, and what of
+    that was wrong; or why it declined the op.
+    """
+    ran: Counter[str] = Counter()
+    failed: defaultdict[str, list[str]] = defaultdict(list)
+    declined: dict[str, str] = {}
+    for result in results:
+        for op in result.taken:
+            ran[op] += 1
+            if result.failed:
+                failed[op].append(result.check)
+        declined.update(result.declined)
+    lines = ["| op | runs in checks | what is known |", "|---|---|---|"]
+    for op in sorted(ran.keys() | declined.keys()):
+        known = declined.get(op, "")
+        if op in failed:
+            known = f"fails in {', '.join(failed[op])}"
+        elif op in ran:
+            known = f"as in eager; elsewhere declined: {known}" if known else "as in eager"
+        known = known.replace("|", r"\|")
+        lines.append(f"| `{op}` | {ran[op]} | {known} |")
+    return "\n".join(lines)
 
 
 def _ops(taken: dict[str, int]) -> str:

@@ -32,6 +32,7 @@ COMMANDS = (
     "memory",
     "profile",
     "conformance",
+    "new-plugin",
     "demo",
 )
 
@@ -91,7 +92,8 @@ def _paragraphs(command: Any) -> str:
 
 
 for _name in COMMANDS:
-    _command = getattr(import_module(f"fuseboard.cli.{_name}"), _name)
+    _function = _name.replace("-", "_")
+    _command = getattr(import_module(f"fuseboard.cli.{_function}"), _function)
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)
     else:

@@ -33,6 +33,7 @@ class CheckResult:
         in them; ``wrong``, where something differs from eager or breaks the board's contract;
         ``error``, where the backend raised.
     :ivar taken: op → how many of them the backend ran.
+    :ivar declined: op → the backend's reason for leaving one to others.
     :ivar message: what is wrong, or why nothing was taken.
     :ivar error: what was raised, if anything was.
     :ivar source: where the program is written, ``file:line``.
@@ -48,6 +49,7 @@ class CheckResult:
     error: BaseException | None = field(default=None, repr=False, compare=False)
     source: str = ""
     inputs: tuple[str, ...] = ()
+    declined: dict[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -108,16 +110,25 @@ class Check:
             problem, error = _message(raised), raised
         finally:
             torch._dynamo.reset()
-        taken = _taken(reports, self.backend)
+        taken, declined = _taken(reports, self.backend), _declined(reports, self.backend)
         verdict: VerdictName = "pass" if taken else "declined"
         if problem:
             verdict = "wrong" if error is None or _broke_contract(error) else "error"
         elif not taken:
-            problem = _why_declined(reports, self.backend)
+            reasons = dict.fromkeys(declined.values())
+            problem = "; ".join(reasons) or "none of its ops were claimed"
         seconds = time.perf_counter() - start
         inputs = tuple(self.program.inputs()) if verdict in ("wrong", "error") else ()
         return CheckResult(
-            self.name, verdict, taken, problem, seconds, error, self.program.source, inputs
+            self.name,
+            verdict,
+            taken,
+            problem,
+            seconds,
+            error,
+            self.program.source,
+            inputs,
+            declined,
         )
 
 
@@ -212,14 +223,14 @@ def _taken(reports: Sequence[GraphReport], backend: str) -> dict[str, int]:
     return dict(Counter(node.op for node in nodes if node.backend == backend))
 
 
-def _why_declined(reports: Sequence[GraphReport], backend: str) -> str:
-    reasons = [
-        node.declined[backend]
-        for report in reports
-        for node in report.nodes
-        if node.declined.get(backend)
-    ]
-    return "; ".join(dict.fromkeys(reasons)) or "none of its ops were claimed"
+def _declined(reports: Sequence[GraphReport], backend: str) -> dict[str, str]:
+    """Op → why the backend declined it, the first reason of each."""
+    nodes = (node for report in reports for node in report.nodes)
+    declined: dict[str, str] = {}
+    for node in nodes:
+        if reason := node.declined.get(backend):
+            declined.setdefault(node.op, reason)
+    return declined
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fuseboard.testing import parametrize_with_checks
 
 
-@parametrize_with_checks("numpy")
+@parametrize_with_checks("mychip")
 def test_conformance(check):
     """Nothing that the backend takes comes out in another way than eager's."""
     check()

@@ -15,9 +15,9 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-def through_numpy(f, *args):
+def run_compiled(f, *args):
     """The result, and the report of the graph that was compiled."""
-    compiled = torch.compile(f, backend="fuseboard", options={"backends": ["numpy"]})
+    compiled = torch.compile(f, backend="fuseboard", options={"backends": ["mychip"]})
     with torch.no_grad():
         result = compiled(*args)
     (graph,) = fuseboard.last_report().graphs
@@ -34,40 +34,40 @@ def chain(x: Tensor, y: Tensor) -> Tensor:
     [((0,), (0,)), ((), ()), ((1, 1), (1,)), ((37, 199), (37, 199)), ((5, 1), (7,))],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_numpy_computes_what_eager_does(x_shape, y_shape, dtype):
+def test_it_computes_what_eager_does(x_shape, y_shape, dtype):
     """A chain that NumPy runs whole is within a few roundings of eager, and keeps its strides."""
     x, y = torch.randn(x_shape, dtype=dtype), torch.randn(y_shape, dtype=dtype)
-    result, report = through_numpy(chain, x, y)
+    result, report = run_compiled(chain, x, y)
     expected = chain(x, y)
     # Each of the seven calls may round the last bit the other way.
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(result, expected, rtol=16 * eps, atol=16 * eps)
     assert result.stride() == expected.stride()
-    assert {region.backend for region in report.regions} == {"numpy"}
+    assert {region.backend for region in report.regions} == {"mychip"}
     assert not report.trips
 
 
 def test_transposed_inputs_keep_their_layout():
     """The output's strides are eager's, also where the inputs aren't contiguous."""
     x = torch.randn(37, 199).t()
-    result, _ = through_numpy(torch.sin, x)
+    result, _ = run_compiled(torch.sin, x)
     assert result.stride() == torch.sin(x).stride() == (1, 199)
 
 
-def test_what_numpy_lacks_runs_elsewhere_with_a_reason():
+def test_what_it_lacks_runs_elsewhere_with_a_reason():
     """A declined op runs on the next backend, and the report says why."""
     x = torch.randn(64, 64)
-    result, report = through_numpy(lambda x: torch.erf(torch.exp(x)), x)
+    result, report = run_compiled(lambda x: torch.erf(torch.exp(x)), x)
     torch.testing.assert_close(result, torch.erf(torch.exp(x)))
     placed = {node.op: node for node in report.nodes}
     erf = next(node for op, node in placed.items() if "erf" in op)
     assert erf.backend == "eager"
-    assert "erf" in erf.declined["numpy"]
+    assert "erf" in erf.declined["mychip"]
 
 
 def test_other_dtypes_are_left_alone():
     """Half precision isn't declared, so the board doesn't offer it to NumPy."""
     x = torch.randn(8, 8, dtype=torch.bfloat16)
-    result, report = through_numpy(torch.tanh, x)
+    result, report = run_compiled(torch.tanh, x)
     assert torch.equal(result, torch.tanh(x))
     assert {region.backend for region in report.regions} == {"eager"}

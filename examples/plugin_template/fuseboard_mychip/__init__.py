@@ -49,10 +49,10 @@ def fuseboard_backend() -> BackendInfo:
         engine = version("numpy")
     except PackageNotFoundError:
         return BackendInfo(
-            name="numpy", available=False, reason="NumPy is missing: pip install 'numpy>=2'"
+            name="mychip", available=False, reason="NumPy is missing: pip install 'numpy>=2'"
         )
     return BackendInfo(
-        name="numpy",
+        name="mychip",
         device_types=frozenset({"cpu"}),
         dtypes=DTYPES,
         compiles_quickly=True,
@@ -95,6 +95,6 @@ def why_not(node: Node) -> str | None:
 @hookimpl
 def fuseboard_lower(region: Region, inputs: Sequence[Any]) -> LoweredRegion:
     """Turn a region of claimed nodes into something to call."""
-    from fuseboard_numpy._lower import lower_region  # NumPy loads here, on first use
+    from fuseboard_mychip._lower import lower_region  # NumPy loads here, on first use
 
     return lower_region(region)

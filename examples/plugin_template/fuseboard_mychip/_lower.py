@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fuseboard import LoweredRegion, Region
-from fuseboard_numpy import FUNCTIONS
+from fuseboard_mychip import FUNCTIONS
 
 
 def lower_region(region: Region) -> LoweredRegion:
