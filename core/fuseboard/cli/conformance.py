@@ -92,8 +92,8 @@ def _print(results: list[CheckResult]) -> None:
 
 
 def op_table(results: list[CheckResult]) -> str:
-    """A Markdown table: for each op of the checks how many of them the backend ran, and what of
-    that was wrong; or why it declined the op.
+    """A Markdown table: for each op of the checks how many of them the backend ran, and which
+    of those fail, whichever of their ops is to blame; or why it declined the op.
     """
     ran: Counter[str] = Counter()
     failed: defaultdict[str, list[str]] = defaultdict(list)
@@ -108,7 +108,7 @@ def op_table(results: list[CheckResult]) -> str:
     for op in sorted(ran.keys() | declined.keys()):
         known = declined.get(op, "")
         if op in failed:
-            known = f"fails in {', '.join(failed[op])}"
+            known = f"in checks that fail: {', '.join(failed[op])}"
         elif op in ran:
             known = f"as in eager; elsewhere declined: {known}" if known else "as in eager"
         known = known.replace("|", r"\|")
