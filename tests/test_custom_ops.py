@@ -14,9 +14,11 @@ import torch
 from torch import fx
 
 import fuseboard
+from fuseboard.errors import LoweringError
 from fuseboard.lower.cache_keys import call_parts
 from fuseboard.report.data import ledger
 from fuseboard.torch_api.custom_ops import defining_modules, main_file
+from fuseboard.torch_api.op_definitions import define, definitions
 from tests.support.beside import loaded, mlp, pinned
 
 #: An op with a gradient; imported in this process it counts as no op of the program's.
@@ -139,23 +141,94 @@ def test_a_script_runs_elsewhere_if_it_begins_under_its_name_alone(
     assert main_file() == (str(file) if may_run else None)
 
 
-@pytest.mark.usefixtures("as_users_run_it")
-@pytest.mark.thorough
-def test_an_op_of_a_module_that_only_this_process_has(tmp_path, monkeypatch):
-    """Made from a file, as test runners and notebooks do: it is compiled within a call."""
-    code = OP.format(factor=3).replace("::scaled", "::alone")
-    (tmp_path / "alone.py").write_text(code)
-    spec = importlib.util.spec_from_file_location("defines_alone", tmp_path / "alone.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "defines_alone", module)
-    spec.loader.exec_module(module)
+#: Ops as a notebook has them: no module that another process can import.
+TYPED = """
+import math
+import threading
+
+import torch
+
+factor, lock = 3.0, threading.Lock()
+
+def times(x):
+    return x * factor
+
+def make(offset):
+    @torch.library.custom_op("fuseboard_typed_ops::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([times(row)[None] for row in x]) + math.floor(offset)
+
+    return scaled
+
+scaled = make(0.5)
+
+@scaled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+@scaled.register_kernel("cpu")
+def _(x):
+    return times(x)
+
+scaled.register_autograd(lambda ctx, grad: times(grad))
+
+@torch.library.custom_op("fuseboard_typed_ops::locked", mutates_args=())
+def locked(x: torch.Tensor) -> torch.Tensor:
+    with lock:
+        return x * 2
+"""
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """A module that only this process has, as what is typed into a session."""
+    module = types.ModuleType("typed_in_this_process")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(TYPED, module.__dict__)
+    return module
+
+
+@pytest.mark.usefixtures("as_users_run_it", "chosen")
+@pytest.mark.parametrize("training", [False, True])
+def test_an_op_that_no_other_process_can_import_is_tried_beside_calls(typed, training):
+    """Its code goes there: the first call is eager's, and the values and gradients stay right."""
     model, x = mlp(), torch.randn(8, 64)
-    run = pinned(lambda x: model(module.scaled(x)))
-    with torch.no_grad():
+    run = pinned(lambda x: model(typed.scaled(x)), "onnxruntime" if training else "mkldnn")
+    with torch.set_grad_enabled(training):
         for _ in range(3):
-            torch.testing.assert_close(run(x), model(x * 3))
+            given, expected = (x.clone().requires_grad_(training) for _ in range(2))
+            results = run(given), model(expected * 3)
+            torch.testing.assert_close(*results)
+            if training:
+                grads = [
+                    torch.autograd.grad(result.square().sum(), t)
+                    for result, t in zip(results, (given, expected), strict=True)
+                ]
+                torch.testing.assert_close(*grads)
             assert fuseboard.wait(120)
-    assert any("within calls" in note for report in ledger.graphs() for note in report.notes)
+    assert loaded()
+    assert not any("within calls" in note for report in ledger.graphs() for note in report.notes)
+
+
+def test_an_op_s_code_is_sent_with_what_it_names(typed):
+    """As it is when it is sent: the same bytes, until something that it names is another one."""
+    graph, x = graph_with(torch.ops.fuseboard_typed_ops.scaled.default), torch.randn(3, 5)
+    sent = definitions(graph)
+    assert sent == definitions(graph)
+    typed.factor = 4.0
+    assert sent != definitions(graph)
+    assert torch.equal(typed.scaled(x), x * 4)
+    define(sent)
+    assert torch.equal(torch.ops.fuseboard_typed_ops.scaled(x), x * 3)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(torch.ops.fuseboard_typed_ops.scaled(x).sum(), x)
+    assert torch.equal(grad, torch.full_like(x, 3))
+
+
+def test_an_op_that_names_what_cant_be_sent_says_so(typed):
+    """A lock is a thing of one process."""
+    with pytest.raises(LoweringError, match=r"can't be sent: .*lock"):
+        definitions(graph_with(torch.ops.fuseboard_typed_ops.locked.default))
 
 
 def graph_with(op):

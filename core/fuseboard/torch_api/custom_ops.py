@@ -44,8 +44,13 @@ def defining_modules(graph: GraphModule) -> tuple[str, ...]:
     """
     found: set[str] = set()
     for target in _custom_ops(graph):
-        found.update(name for name in _modules_of(target) if _is_imported(name))
+        found.update(name for name in _modules_of(target) if is_importable(name))
     return tuple(sorted(found))
+
+
+def custom_op_names(graph: GraphModule) -> tuple[str, ...]:
+    """The custom ops in a graph, such as ``"mine::scaled"``."""
+    return tuple(sorted({_qualified_name(target) for target in _custom_ops(graph)}))
 
 
 def main_file() -> str | None:
@@ -100,7 +105,8 @@ def _qualified_name(target: Any) -> str:
     return getattr(target, "_qualified_op_name", "")
 
 
-def _is_imported(name: str) -> bool:
+def is_importable(name: str) -> bool:
+    """Whether another process has a module once it imports it, or runs :func:`main_file`."""
     if name == MAIN:
         return main_file() is not None
     if name.partition(".")[0] in _NOT_IMPORTED and not name.startswith(_LEFT_OUT):

@@ -37,6 +37,7 @@ def make_request(graph: DynamoGraph, call: KeptCall, directory: Path) -> Request
         settings=session.settings.model_copy(update={"settle": "first_call"}),
         modules=session.run_time_modules(),
         op_modules=graph.op_modules,
+        op_definitions=graph.op_definitions,
         main_file=custom_ops.main_file() if custom_ops.MAIN in graph.op_modules else None,
         paths=module_paths(),
         frame=graph.frame,

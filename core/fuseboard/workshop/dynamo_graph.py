@@ -16,6 +16,7 @@ from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.custom_ops import defining_modules
 from fuseboard.torch_api.dynamo_graphs import static_positions
 from fuseboard.torch_api.frames import frame_title
+from fuseboard.torch_api.op_definitions import definitions
 from fuseboard.workshop.kept_call import KeptCall
 
 Run = Callable[..., Any]
@@ -32,6 +33,7 @@ class DynamoGraph:
     :ivar static: positions of the inputs that Dynamo knows to be parameters or buffers.
     :ivar weights: these, and those of other parameters.
     :ivar op_modules: define ops that are in it.
+    :ivar op_definitions: other ops in it, for a process that can't import them.
     :ivar pins: what the user wants where.
     """
 
@@ -43,6 +45,7 @@ class DynamoGraph:
     static: frozenset[int]
     weights: frozenset[int]
     op_modules: tuple[str, ...]
+    op_definitions: bytes
     pins: Pins
 
     @classmethod
@@ -52,13 +55,23 @@ class DynamoGraph:
         """As Dynamo gives it to its backend.
 
         :param inputs: real ones, of the call for which Dynamo compiles it.
+        :raises LoweringError: no other process can have an op that is in it.
         :raises SettingsError: a pattern for this model alone matches nothing.
         """
         static = frozenset(static_positions(graph))
         weights = {i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
-        run = forward_of(graph)
-        ops, pins = defining_modules(graph), Pins(session, graph)
-        return cls(session, graph, sizes, frame_title(), run, static, static | weights, ops, pins)
+        return cls(
+            session=session,
+            graph=graph,
+            sizes=sizes,
+            frame=frame_title(),
+            run=forward_of(graph),
+            static=static,
+            weights=static | weights,
+            op_modules=defining_modules(graph),
+            op_definitions=definitions(graph),
+            pins=Pins(session, graph),
+        )
 
     def keep(self, inputs: Sequence[Any]) -> KeptCall:
         """Keep a call of it for later.

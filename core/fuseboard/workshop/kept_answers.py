@@ -3,6 +3,7 @@ Dynamo's own graph won, the reports of what lost. And how the trial in the user'
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Sequence
 
@@ -47,7 +48,7 @@ class KeptAnswers:
             inputs,
             graph.static,
             graph.sizes,
-            call.described() + graph.pins.described(graph.graph),
+            _around(graph, call),
         )
         settings = graph.session.settings
         return cls(stored, store_at(settings.cache_dir, settings.cache_size_mb))
@@ -93,6 +94,14 @@ class KeptAnswers:
             winner = EAGER if answer.dynamo_wins else COMPILED
             self._stored.record(winner, [CandidateReport(winner, "chosen")], settled=True)
         return ""
+
+
+def _around(graph: DynamoGraph, call: KeptCall) -> str:
+    """What an answer depends on besides the graph and its inputs."""
+    parts = [call.described(), graph.pins.described(graph.graph)]
+    if graph.op_definitions:
+        parts.append(hashlib.sha256(graph.op_definitions).hexdigest())
+    return " ".join(parts)
 
 
 def _trial(decision: Decision) -> TrialOutcome | None:

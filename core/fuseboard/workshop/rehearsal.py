@@ -22,6 +22,7 @@ from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.bundles import bundling
 from fuseboard.torch_api.custom_ops import MAIN
 from fuseboard.torch_api.dynamo_graphs import graph_from_bytes
+from fuseboard.torch_api.op_definitions import define
 from fuseboard.torch_api.state import ANSWER_PARTS
 from fuseboard.workshop.carried import NotCarried, pack
 from fuseboard.workshop.compiling import CompiledApart, compile_apart
@@ -45,6 +46,11 @@ def answer(request: Request, directory: Path) -> Answer:
         except containable() as error:
             why = f"another process can't import {module}, which defines an op: {describe(error)}"
             return Answer(problem=why, only_here=True)
+    try:
+        _define(request.op_definitions)
+    except containable() as error:
+        why = f"another process can't define an op of the program's: {describe(error)}"
+        return Answer(problem=why, only_here=True)
     with _surroundings(request):
         for module, name in request.modules:
             _register(module, name)
@@ -80,6 +86,15 @@ def _run_main(file: str) -> None:
     """Have what the program's script defines, which begins only under its own name."""
     if file not in _mains:
         _mains[file] = runpy.run_path(file, run_name="__mp_main__")
+
+
+_defined: set[bytes] = set()
+
+
+def _define(ops: bytes) -> None:
+    if ops and ops not in _defined:
+        define(ops)
+        _defined.add(ops)
 
 
 _registered: set[str] = set()

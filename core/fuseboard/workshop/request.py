@@ -20,6 +20,8 @@ class Request:
     :ivar static: positions of the inputs that are parameters or buffers.
     :ivar modules: (module, name) of plugins that were registered at run time.
     :ivar op_modules: define ops that are in the graph.
+    :ivar op_definitions: other ops in it, as :func:`definitions` of
+        :mod:`fuseboard.torch_api.op_definitions` made them.
     :ivar main_file: the program's script, if it is among them.
     :ivar paths: where modules are looked for.
     :ivar frame: names the user's function in reports.
@@ -35,6 +37,7 @@ class Request:
     settings: Settings
     modules: tuple[tuple[str, str], ...]
     op_modules: tuple[str, ...]
+    op_definitions: bytes
     main_file: str | None
     paths: list[str]
     frame: str
