@@ -149,6 +149,18 @@ def test_what_was_computed_is_read_again():
     assert ops()["aten.mm.default"] == 1
 
 
+def test_other_results_of_an_op_that_was_computed_are_read_again():
+    """The op is made once, though the second place reads another of its results."""
+
+    def function(x):
+        values, _ = nn.functional.max_pool2d(x, 2, return_indices=True)
+        _, places = nn.functional.max_pool2d(x, 2, return_indices=True)
+        return values.sin(), places + 1
+
+    assert run(function, rnd(1, 2, 6, 6)) == {"duplicate": 1}
+    assert ops()["aten.max_pool2d_with_indices.default"] == 1
+
+
 def test_a_draw_that_nobody_reads_stays():
     """What is taken out around it isn't all that nobody reads: later numbers follow from it."""
 

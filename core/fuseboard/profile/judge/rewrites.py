@@ -109,10 +109,13 @@ def changed(before: GraphModule, after: GraphModule) -> Change | None:
     """
     same = _unchanged(before, after)
     differing: dict[tuple[Node, Node], None] = {}
-    for new, old in same.items():
-        for ours, theirs in zip(_read_by(new), _read_by(old), strict=True):
-            if same.get(ours) is not theirs:
-                differing[theirs, ours] = None
+    for new, old in list(same.items()):
+        pairs = zip(_read_by(new), _read_by(old), strict=True)
+        others = {(theirs, ours): None for ours, theirs in pairs if same.get(ours) is not theirs}
+        if others and new.target is operator.getitem:
+            del same[new]  # values are compared of items: those of tuples can't be
+        else:
+            differing |= others
     if not differing:
         return None
     old_outputs, new_outputs = map(list, zip(*differing, strict=True))
