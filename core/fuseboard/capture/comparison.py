@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from fuseboard.capture.original import forward_of
 from fuseboard.capture.side_runs import ITS_OWN, CannotCompare, Copies, results_of
@@ -86,10 +87,12 @@ class CaptureCheck:
         if list(want) != list(got):
             return "it has other results"
         disturbed = Disturbances(partial(self._captured, own), got)
+        whole = _whole_results(self._graph)
         for name, value in got.items():
             if want[name] is ITS_OWN:  # where captured results share memory, runners clone one
                 continue
-            if problem := difference(value, want[name], disturbed.spreads(name)):
+            spreads = disturbed.spreads(name)
+            if problem := difference(value, want[name], spreads, exact=name in whole):
                 return f"{name} {problem}"
         return ""
 
@@ -282,6 +285,29 @@ def _is_plain(node: Node) -> bool:
     if isinstance(target, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
         return True  # what these do, AOTAutograd's graph tells
     return (getattr(target, "__module__", None) or "torch").split(".")[0] in _PLAIN
+
+
+def _whole_results(graph: GraphModule) -> frozenset[str]:
+    """The results of Dynamo's graph that only integers and booleans reach, by :func:`results_of`.
+
+    Its kernels may well compute with fractions (``interpolate`` of bytes), but what AOTAutograd
+    takes them apart into has to round those as they do.
+    """
+    whole: set[Node] = set()
+    for node in graph.graph.nodes:
+        values = tree_leaves(node.meta.get("example_value"))
+        known = bool(values) and not any(map(_is_fractional, values))
+        if known and whole.issuperset(node.all_input_nodes):
+            whole.add(node)
+    results = tree_leaves(graph.graph.output_node().args[0])
+    return frozenset(f"output {number}" for number, node in enumerate(results) if node in whole)
+
+
+def _is_fractional(value: Any) -> bool:
+    """Whether a value is of floats, or may be."""
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not isinstance(value, int | torch.SymInt)
 
 
 def _is_held(node: Node, owner: GraphModule) -> bool:

@@ -89,10 +89,12 @@ def _precise(value: torch.Tensor) -> torch.Tensor:
     return widened(value) if value.is_floating_point() or value.is_complex() else value
 
 
-def difference(got: Any, want: Any, disturbed: Iterator[Spread]) -> str:
+def difference(got: Any, want: Any, disturbed: Iterator[Spread], exact: bool = False) -> str:
     """How a result differs from Dynamo's by more than roundings; "" if it doesn't.
 
     It is Dynamo's that is judged, as any engine's would be, by what AOTAutograd captured.
+
+    :param exact: nothing is rounded in Dynamo's graph on the way to it.
     """
     if (got is None) != (want is None):
         return f"is {'a tensor' if got is None else 'nothing'} in eager only"
@@ -104,6 +106,8 @@ def difference(got: Any, want: Any, disturbed: Iterator[Spread]) -> str:
     if own.dtype == eagers.dtype and torch.equal(own, eagers):
         return ""
     reference = _reference(own)
+    if exact:
+        reference, disturbed = replace(reference, rules=("exact",)), iter(())
     verdict = judge(reference, [eagers])
     while not verdict.ok and verdict.by_value and (spread := next(disturbed, None)):
         verdict = judge(replace(reference, disturbed=partial(tuple, [spread])), [eagers])
