@@ -283,7 +283,7 @@ def test_the_functions_of_a_graphs_way_exist():
     """The table of the design by which one graph is followed through the code."""
     table = (ROOT / "docs/design.md").read_text().partition("| function |")[2].partition("\n\n")[0]
     names = re.findall(r"^\| `([\w.]+)` \|", table, re.M)
-    assert len(names) == 10
+    assert len(names) == 11
     for name in names:
         pkgutil.resolve_name(f"fuseboard.{name}")
 

@@ -25,6 +25,7 @@ from tests.support import narrowing
 from tests.support.backends import observing, plugged, registered
 from tests.support.beside import compare_all, life
 from tests.support.eager_loses import MEASURE
+from tests.support.narrowing import compiled, report
 
 METRICS = "tests.support.narrowing"
 
@@ -43,17 +44,6 @@ def _measured(policy_measured, monkeypatch):
 def has_bfloat16(monkeypatch):
     """The processor is said to have bfloat16; where it hasn't, torch computes it all the same."""
     monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.bfloat16)
-
-
-def compiled(target, *backends, **options):
-    """What comes last among candidates is the fastest: what is narrower, if it is right."""
-    options = {"backends": [*backends, "eager"], "margin": 0.0, **options}
-    options.setdefault("stages", {"measure": MEASURE})
-    return torch.compile(target, backend="fuseboard", options=options)
-
-
-def report():
-    return fuseboard.last_report().graphs[0]
 
 
 def row(name="eager in bfloat16"):

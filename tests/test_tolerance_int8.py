@@ -5,40 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import fuseboard
 from fuseboard.fuse import narrow_integers
 from fuseboard.torch_api import formats
-from tests.support.eager_loses import MEASURE
+from tests.support import narrowing
+from tests.support.narrowing import report, rows
 
 ROOT = Path(__file__).parent.parent
 INT8 = "eager in int8"
+
+compiled = partial(narrowing.compiled, tolerance=5e-2)
 
 
 @pytest.fixture(autouse=True)
 def _measured(policy_measured, monkeypatch):
     """Choices are measured, within calls, and no other format is offered, whatever the CPU has."""
     monkeypatch.setattr(formats, "has_products_of", lambda dtype, device_type: False)
-
-
-def compiled(target, *backends, **options):
-    """What comes last among candidates is the fastest: what is narrower, if it is right."""
-    options = {"backends": [*backends, "eager"], "margin": 0.0, "tolerance": 5e-2, **options}
-    options.setdefault("stages", {"measure": MEASURE})
-    return torch.compile(target, backend="fuseboard", options=options)
-
-
-def report():
-    return fuseboard.last_report().graphs[0]
-
-
-def rows():
-    return {one.name: one for one in report().candidates}
 
 
 def rounded_input(x, steps):
@@ -178,7 +166,7 @@ def test_onednn_runs_it_on_packed_integers():
 SCRIPT = """
 import torch, fuseboard
 from fuseboard.workshop.trial import Trial
-from tests.test_tolerance_int8 import compiled
+from tests.support.narrowing import compiled
 
 Trial._winner = lambda trial: 1
 
@@ -186,7 +174,7 @@ def main():
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(256, 256).eval(), torch.randn(32, 256)
     with torch.no_grad():
-        run = compiled(layer, "mkldnn")
+        run = compiled(layer, "mkldnn", tolerance=5e-2)
         for _ in range(8):
             run(x)
             fuseboard.wait(100)

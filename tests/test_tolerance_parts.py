@@ -19,7 +19,7 @@ from fuseboard.report.data import ledger
 from fuseboard.torch_api import formats
 from tests.support import narrowing as narrowing_plugin
 from tests.support.backends import registered
-from tests.support.eager_loses import MEASURE
+from tests.support.narrowing import compiled, report, rows
 
 TOLERANCES = {"bfloat16": 1e-2, "int8": 3e-2}
 
@@ -56,21 +56,6 @@ class Layer(nn.Module):
 def model(*shifts: float) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*map(Layer, shifts)).eval()
-
-
-def compiled(target, tolerance, *backends, **options):
-    """What comes last among candidates is the fastest: what is narrower, if it is right."""
-    options = {"backends": [*backends, "eager"], "margin": 0.0, "tolerance": tolerance, **options}
-    options.setdefault("stages", {"measure": MEASURE})
-    return torch.compile(target, backend="fuseboard", options=options)
-
-
-def report():
-    return fuseboard.last_report().graphs[0]
-
-
-def rows():
-    return {one.name: one for one in report().candidates}
 
 
 def error(got: torch.Tensor, module: nn.Module, x: torch.Tensor) -> float:
@@ -139,7 +124,7 @@ def test_the_error_of_a_place_is_that_of_exact_inputs():
     """What layers before it did isn't counted."""
     net, x = model(0.0, 1000.0, 0.0), torch.randn(8, 64)
     with torch.no_grad():
-        compiled(net, 1e-2)(x)
+        compiled(net, tolerance=1e-2)(x)
         for place, layer in zip(report().parts[0].places, net, strict=True):
             given = nn.functional.layer_norm(x, (64,)) + layer.shift
             operands = given, layer.linear.weight, layer.linear.bias
@@ -159,7 +144,7 @@ def test_products_with_nothing_exact_between_them_have_one_error():
         return found.transpose(1, 2).flatten(-2).sin()
 
     with torch.no_grad():
-        compiled(heads, 1e-6)(torch.randn(2, 16, 64), torch.randn(64, 192))
+        compiled(heads, tolerance=1e-6)(torch.randn(2, 16, 64), torch.randn(64, 192))
     errors = [place.error for place in report().parts[0].places]
     assert len(errors) == 2
     assert errors[0] == errors[1] > 1e-3
@@ -175,7 +160,7 @@ def test_a_model_with_one_bad_layer_gets_the_rest_narrowed(bad, number_format):
     tolerance = TOLERANCES[number_format]
     whole, part = f"eager in {number_format}", f"eager partly in {number_format}"
     with torch.no_grad():
-        run = compiled(net, tolerance)
+        run = compiled(net, tolerance=tolerance)
         got = run(x)
         assert rows()[whole].state == "inexact"
         assert rows()[whole].error > tolerance
@@ -193,7 +178,7 @@ def test_a_model_with_one_bad_layer_gets_the_rest_narrowed(bad, number_format):
 
 def test_what_is_within_the_budget_as_a_whole_is_left_whole(number_format):
     with torch.no_grad():
-        compiled(model(0.0, 0.0), TOLERANCES[number_format])(torch.randn(16, 64))
+        compiled(model(0.0, 0.0), tolerance=TOLERANCES[number_format])(torch.randn(16, 64))
     assert [name for name in rows() if number_format in name] == [f"eager in {number_format}"]
     assert not report().parts
 
@@ -202,7 +187,7 @@ def test_where_no_part_is_within_it_all_is_exact(number_format):
     """And what was tried is told."""
     net, x = model(0.0, 0.0, 0.0), torch.randn(16, 64)
     with torch.no_grad():
-        assert torch.equal(compiled(net, 1e-6)(x), net(x))
+        assert torch.equal(compiled(net, tolerance=1e-6)(x), net(x))
     (part,) = report().parts
     assert part.error is None
     assert 1 < part.judged <= JUDGINGS
@@ -213,7 +198,7 @@ def test_where_no_part_is_within_it_all_is_exact(number_format):
 def test_what_stays_exact_is_told(number_format):
     """In text, as data, and on the page."""
     with torch.no_grad():
-        compiled(model(0.0, 1000.0, 0.0), TOLERANCES[number_format])(torch.randn(16, 64))
+        compiled(model(0.0, 1000.0, 0.0), tolerance=TOLERANCES[number_format])(torch.randn(16, 64))
     explanation = fuseboard.last_report()
     (part,) = report().parts
     told = f"{part.error:.2g} with 2 of 3 places (found in {part.judged} runs)"
@@ -236,7 +221,7 @@ def test_a_later_process_takes_the_part_that_was_found(number_format, monkeypatc
         torch._dynamo.reset()
         ledger.clear()
         with torch.no_grad():
-            results.append(compiled(net, TOLERANCES[number_format])(x))
+            results.append(compiled(net, tolerance=TOLERANCES[number_format])(x))
         assert rows()[f"eager partly in {number_format}"].state == "chosen"
         assert len(rows()[f"eager partly in {number_format}"].exact) == 1
         monkeypatch.setattr(narrowing, "Judge", _never)
@@ -254,7 +239,7 @@ def test_a_decision_on_another_part_is_none_on_this_one(monkeypatch):
         ledger.clear()
         monkeypatch.setattr(mixing, "JUDGINGS", runs)
         with torch.no_grad():
-            compiled(net, TOLERANCES["bfloat16"])(x)
+            compiled(net, tolerance=TOLERANCES["bfloat16"])(x)
         assert len(rows()["eager partly in bfloat16"].exact) == exact
         assert report().decided != "taken from the cost database"
         monkeypatch.setattr(StoredDecision, "exact_places", lambda self: None)
@@ -268,7 +253,7 @@ def test_modules_that_must_be_exact_stay_so(number_format):
     """The part is one of what the budget's table allows."""
     net, x = model(0.0, 1000.0, 0.0, 0.0), torch.randn(16, 64)
     with torch.no_grad():
-        compiled(net, {"[012]": TOLERANCES[number_format]})(x)
+        compiled(net, tolerance={"[012]": TOLERANCES[number_format]})(x)
     (part,) = report().parts
     assert [place.module for place in part.places] == ["0.linear", "1.linear", "2.linear"]
     assert rows()[f"eager partly in {number_format}"].state == "chosen"
@@ -280,7 +265,7 @@ def test_a_part_is_found_beside_the_calls(monkeypatch, as_users_run_it, chosen):
     monkeypatch.setenv("FUSEBOARD_BLOCK", '["narrow"]')
     net, x = model(0.0, 1000.0, 0.0), torch.randn(16, 64)
     with registered(narrowing_plugin, narrowing_plugin.NAME), torch.no_grad():
-        run = compiled(net, 1e-2)
+        run = compiled(net, tolerance=1e-2)
         run(x)
         assert fuseboard.wait(120)
         got = run(x)

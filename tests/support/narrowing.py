@@ -1,4 +1,4 @@
-"""A plugin that narrows to bfloat16 wherever it runs, and metrics, for tests of ``tolerance``."""
+"""What tests of ``tolerance`` share: a plugin that narrows wherever it runs, metrics, reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 import fuseboard
 from fuseboard.fuse import narrow
+from fuseboard.report.data import CandidateReport, GraphReport
+from tests.support.eager_loses import MEASURE
 
 NAME = "narrowing"
 
@@ -30,3 +32,18 @@ def failing(result: torch.Tensor) -> float:
 
 def negative(reference: torch.Tensor) -> float:
     return -1.0
+
+
+def compiled(target: Any, *backends: str, **options: Any) -> Any:
+    """What comes last among candidates is the fastest: what is narrower, if it is right."""
+    options = {"backends": [*backends, "eager"], "margin": 0.0, **options}
+    options.setdefault("stages", {"measure": MEASURE})
+    return torch.compile(target, backend="fuseboard", options=options)
+
+
+def report() -> GraphReport:
+    return fuseboard.last_report().graphs[0]
+
+
+def rows() -> dict[str, CandidateReport]:
+    return {one.name: one for one in report().candidates}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
@@ -12,6 +15,7 @@ import pluggy
 from fuseboard import hookspecs
 from fuseboard.board.answers import check_answer
 from fuseboard.board.deadline import deadline
+from fuseboard.board.overrides import homes_of
 from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo, CheckedWhenRegistered
 from fuseboard.errors import FuseboardError, HookTimeout, RegistrationError, containable, error_text
@@ -108,6 +112,28 @@ class RegisteredPlugin:
     def backend(self) -> BackendInfo | None:
         """What has a place in the order of backends: not what only wraps others' regions."""
         return None if self.info is None or self.info.wraps_only else self.info
+
+    @property
+    def homes(self) -> tuple[Path, ...]:
+        """The packages and files that its code is in: its module's, hooks', patterns'."""
+        if self.examined is None:
+            return ()
+        owner = self.plugin
+        if not isinstance(owner, ModuleType):
+            owner = sys.modules.get(type(owner).__module__)
+        names = [getattr(one, "__module__", None) for one in self.examined.functions]
+        return homes_of(owner, *(sys.modules.get(name or "") for name in names))
+
+    @property
+    def module_name(self) -> str | None:
+        """The module that another process must import and register to have it.
+
+        "" where its entry point does that, or it is built in; None where it is an object of this
+        process.
+        """
+        if self.state.source.startswith(("entry point", "built in")):
+            return ""
+        return self.plugin.__name__ if isinstance(self.plugin, ModuleType) else None
 
 
 def in_default_order(infos: Iterable[BackendInfo]) -> list[BackendInfo]:

@@ -7,27 +7,21 @@ overrides) are all checked when a selection is made, before anything is compiled
 from __future__ import annotations
 
 import inspect
-import itertools
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from fuseboard import hookspecs
-from fuseboard.board.overrides import Override, homes_of, load_override
-from fuseboard.board.pass_order import CircleError, Precedence, in_pass_order
+from fuseboard.board.overrides import Override, load_override
+from fuseboard.board.pass_order import order_of_passes
 from fuseboard.board.plugin_options import plugin_options
 from fuseboard.board.registration import PluginState, RegisteredPlugin, in_default_order
 from fuseboard.config.model import Settings
 from fuseboard.config.sources import nearest
 from fuseboard.contracts import BackendInfo
-from fuseboard.errors import (
-    RegistrationError,
-    SettingsError,
-)
+from fuseboard.errors import RegistrationError, SettingsError
 
 #: What all else falls back to.
 NEEDED = frozenset({"eager", "defaults"})
@@ -326,13 +320,7 @@ class Selection:
     def homes(self, plugin: str) -> tuple[Path, ...]:
         """The packages and files that a plugin's code is in: its module's, hooks', patterns'."""
         entry = self._entries.get(plugin)
-        if entry is None or entry.examined is None:
-            return ()
-        owner = entry.plugin
-        if not isinstance(owner, ModuleType):
-            owner = sys.modules.get(type(owner).__module__)
-        names = [getattr(one, "__module__", None) for one in entry.examined.functions]
-        return homes_of(owner, *(sys.modules.get(name or "") for name in names))
+        return () if entry is None else entry.homes
 
     def module_name(self, plugin: str) -> str | None:
         """The module that another process must import and register to have a plugin.
@@ -341,9 +329,7 @@ class Selection:
         process.
         """
         entry = self._entries.get(plugin)
-        if entry is None or entry.state.source.startswith(("entry point", "built in")):
-            return ""
-        return entry.plugin.__name__ if isinstance(entry.plugin, ModuleType) else None
+        return "" if entry is None else entry.module_name
 
     @property
     def plugins(self) -> tuple[str, ...]:
@@ -372,39 +358,13 @@ class Selection:
         :raises SettingsError: the setting names what isn't there, or is part of a circle.
         :raises RegistrationError: what plugins say of themselves does.
         """
-        plugins = [name for name in self._order if self.implements(name, hook)]
         wanted = self.settings.fuse_order
         where = self._where("fuse_order", list(wanted))
         for name in wanted:
             self._require(name, where)
-        own = list(self._own_precedences(plugins, hook))
-        by_user = [Precedence(*pair, where) for pair in itertools.combinations(wanted, 2)]
-        try:
-            in_pass_order(plugins, own)
-        except CircleError as error:
-            raise RegistrationError(f"the order of {hook} is {error}") from error
-        try:
-            return in_pass_order(plugins, [*own, *by_user])
-        except CircleError as error:
-            raise SettingsError(f"the order of {hook} is {error}") from error
-
-    def _own_precedences(self, plugins: Sequence[str], hook: str) -> Iterator[Precedence]:
-        for plugin in plugins:
-            examined = self._entries[plugin].examined
-            order = examined.pass_order(hook) if examined is not None else None
-            if order is None:
-                continue
-            for kind, names in (("before", order.before), ("after", order.after)):
-                for name in names:
-                    where = f"{kind}={name!r} of {hook}, {order.where}"
-                    if name not in self._states:
-                        raise RegistrationError(
-                            f"plugin {plugin!r}, {where}: no plugin named {name!r}."
-                            f"{nearest(name, self._states)} Installed: "
-                            f"{', '.join(sorted(self._states))}."
-                        )
-                    pair = (plugin, name) if kind == "before" else (name, plugin)
-                    yield Precedence(*pair, where)
+        found = {name: self._entries[name].examined for name in self._order}
+        plugins = {name: one for name, one in found.items() if one and hook in one.hooks}
+        return order_of_passes(hook, plugins, sorted(self._states), wanted, where)
 
 
 def _extras() -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.retracing import retrace
 
 
 def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> GraphModule:
@@ -27,7 +28,7 @@ def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> Graph
     if not _holds_any(graph, table):
         return graph
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    lowered = torch_internals.retrace(graph, _distinct(inputs), table)
+    lowered = retrace(graph, _distinct(inputs), table)
     old = [node for node in graph.graph.nodes if node.op == "placeholder"]
     new = [node for node in lowered.graph.nodes if node.op == "placeholder"]
     for before, after in zip(old, new, strict=True):

@@ -1,4 +1,7 @@
-"""Results that may have an error, held against float64 in calls after the one that was judged."""
+"""Results held against float64, and regions against their contracts, in calls after the judged one.
+
+Which of these a call goes through; what follows a failure is the runner's, whose calls these are.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +43,15 @@ def at_first(calls: int, held: Boxed, then: Callable[[], Boxed]) -> Boxed:
 
     def run(args: list[Any]) -> Sequence[Any]:
         return (held if next(numbers) <= calls else then())(args)
+
+    return run
+
+
+def each(number: int, checked: Boxed, plain: Boxed) -> Boxed:
+    """Every so many calls the checked function, else the plain one."""
+    calls = count(1)
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return (plain if next(calls) % number else checked)(args)
 
     return run

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -32,13 +31,12 @@ from fuseboard.report.instead import choose_eager, graph_runs_in_eager, regions_
 from fuseboard.report.words import first
 from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.run.checked import RegionChecks
-from fuseboard.run.codegen import Source
 from fuseboard.run.eager import boxed_function
 from fuseboard.run.failure import contained, describe, region_error, trip
 from fuseboard.run.program import UNPREPARED, GraphContext, Program
-from fuseboard.run.proof import at_first, held_to
+from fuseboard.run.proof import at_first, each, held_to
 from fuseboard.run.sites import Lowered, Site
-from fuseboard.run.sizes import bucket_source
+from fuseboard.run.sizes import bucket_of
 from fuseboard.run.weights import WeightSets, any_version
 from fuseboard.torch_api.profiler import Spanned
 
@@ -79,11 +77,10 @@ class Runner:
         self.lock = fork_safe_lock()
         results: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         placeholders = graph.graph.find_nodes(op="placeholder")
-        bucket = bucket_source([node.meta.get("val") for node in placeholders])
+        bucket, self._bucket_of = bucket_of([node.meta.get("val") for node in placeholders])
         self.context = GraphContext(
             graph, kind, board_nodes, results, session, report, bucket, budget=budget
         )
-        self._bucket_of = _function_of_args(bucket)
         self.captured = captured
         self._cloned: frozenset[int] = frozenset()
         self._visible = len(results) if visible is None else visible
@@ -186,7 +183,7 @@ class Runner:
             checked = self._held_to_budget(
                 self.program.checked(self, self._cloned, RegionChecks(inputs="watched", again=True))
             )
-            following = checked if self._every == 1 else _each(self._every, checked, plain)
+            following = checked if self._every == 1 else each(self._every, checked, plain)
         if self.unproven and self.program.context.budget is not None:
             held = self._held_to_budget(plain)
             self._run(at_first(self.unproven, held, lambda: self._proven(following)))
@@ -408,19 +405,3 @@ class Runner:
                 except containable():  # it is what is being looked for; known already
                     return number
         return -1
-
-
-def _function_of_args(expression: str) -> Callable[[list[Any]], Any]:
-    source = Source()
-    source.line(f"return {expression or None}")
-    return source.function("bucket", "args")
-
-
-def _each(number: int, checked: Boxed, plain: Boxed) -> Boxed:
-    """Every so many calls the checked function, else the plain one."""
-    calls = count(1)
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        return (plain if next(calls) % number else checked)(args)
-
-    return run

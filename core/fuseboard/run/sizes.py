@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fuseboard.run.codegen import Source
 from fuseboard.torch_api import symbols as torch_symbols
 
 
@@ -77,3 +78,11 @@ def bucket_source(values: Sequence[Any]) -> str:
     """
     texts = [f"int({text}).bit_length()" for text, _ in size_sources(values)]
     return f"({', '.join(texts)},)" if texts else ""
+
+
+def bucket_of(values: Sequence[Any]) -> tuple[str, Callable[[list[Any]], Any]]:
+    """The expression of :func:`bucket_source`, and a function of ``args`` that computes it."""
+    expression = bucket_source(values)
+    source = Source()
+    source.line(f"return {expression or None}")
+    return expression, source.function("bucket", "args")

@@ -31,7 +31,8 @@ from fuseboard.partition.inner_plans import InnerPlans
 from fuseboard.partition.regions import cut_regions
 from fuseboard.partition.signature import signature
 from fuseboard.partition.writes import Write
-from fuseboard.pipeline.call import Compiled, GraphCall
+from fuseboard.pipeline.call import Compiled
+from fuseboard.pipeline.graph_call import GraphCall
 from fuseboard.pipeline.staged_graph import Record
 from fuseboard.profile.choose.candidates import note_gain_of_preparing
 from fuseboard.profile.judge.accuracy import Budget, Metric
