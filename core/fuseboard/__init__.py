@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fuseboard.bisection.script import bisect
+    from fuseboard.bisection.search import Culprit
     from fuseboard.board import register, unregister
     from fuseboard.config import settings
     from fuseboard.contracts import (
@@ -80,6 +82,8 @@ if TYPE_CHECKING:
     from fuseboard.torch_api.internals import real_tensors
 
 _HOMES = {
+    "fuseboard.bisection.script": ("bisect",),
+    "fuseboard.bisection.search": ("Culprit",),
     "fuseboard.board": ("register", "unregister"),
     "fuseboard.config": ("settings",),
     "fuseboard.contracts": (
@@ -160,6 +164,7 @@ __all__ = [
     "Composite",
     "ContractError",
     "CostsError",
+    "Culprit",
     "Decline",
     "Engine",
     "Event",
@@ -198,6 +203,7 @@ __all__ = [
     "Trip",
     "Verdict",
     "WrongValues",
+    "bisect",
     "claim_composites",
     "claim_nodes",
     "claim_patterns",

@@ -31,6 +31,7 @@ COMMANDS = (
     "export",
     "memory",
     "profile",
+    "bisect",
     "conformance",
     "new-plugin",
     "demo",

@@ -166,6 +166,7 @@ def _problem(loc: tuple[int | str, ...], values: Mapping[str, Any], source: RawS
 # --- the sources in order -----------------------------------------------------------------------
 
 _file_layers: dict[Path, tuple[tuple[int, int], Layer | None]] = {}
+_enforced: Layer | None = None
 _context: ContextVar[tuple[Layer, ...]] = ContextVar("fuseboard_settings", default=())
 
 
@@ -207,6 +208,7 @@ def resolve(options: Mapping[str, Any] | None = None, mode: str | None = None) -
         *_context.get(),
         _given_layer({"mode": mode}, "torch.compile(mode=)") if mode is not None else None,
         _given_layer(options, "torch.compile(options=)") if options else None,
+        _enforced,
     ]
     layers = [layer for layer in found if layer is not None]
     for place in reversed(range(len(layers))):
@@ -222,6 +224,17 @@ def resolve(options: Mapping[str, Any] | None = None, mode: str | None = None) -
     settings = Settings.model_construct(**values)  # each layer was checked on its own
     settings._origins.update(origins)
     return settings
+
+
+def enforce(**values: Any) -> None:
+    """Settings above all other sources, in all threads, for as long as this process lives.
+
+    Whoever searches for a fault in somebody's script switches things off with it.
+
+    :raises SettingsError: a key or value is wrong.
+    """
+    global _enforced
+    _enforced = _given_layer(values, "a run of a bisection")
 
 
 def settings(**overrides: Any) -> _GeneratorContextManager[None]:

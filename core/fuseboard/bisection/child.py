@@ -1,0 +1,82 @@
+"""One run of a bisection: a script under settings that are above all others.
+
+``python -m fuseboard.bisection.child JOB OUT SCRIPT ARGS...``: the script ends this process as it
+would by itself; what the reports say of it is written to OUT then.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from fuseboard.bisection import plan
+from fuseboard.bisection.run import Fusion, Placed, Step, Trace
+
+
+def main(job: str, out: str, script: str, *args: str) -> None:
+    step = Step.from_json(Path(job).read_text(encoding="utf-8"))
+    _apply(step)
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        Path(out).write_text(json.dumps(_trace().as_dict()), encoding="utf-8")
+
+
+def _apply(step: Step) -> None:
+    from fuseboard.config.layers import enforce
+
+    enforce(**step.settings)
+    plan.allowed = None if step.nodes is None else range(*step.nodes)
+    if step.compiler:
+        _stand_in(step.compiler)
+
+
+def _stand_in(compiler: str) -> None:
+    """Let torch's own debugging backend answer to our name."""
+    from torch._dynamo import lookup_backend, register_backend
+
+    own: Any = lookup_backend(compiler)
+
+    def fuseboard(graph: Any, inputs: Any, **options: Any) -> Any:
+        return own(graph, inputs)
+
+    register_backend(fuseboard, name="fuseboard")
+
+
+def _trace() -> Trace:
+    from fuseboard.board import board
+    from fuseboard.report.data import ledger
+
+    graphs = ledger.graphs()
+    return Trace(
+        plugins={
+            state.name: tuple(state.stages) for state in board.states() if state.state == "ready"
+        },
+        backends=tuple(dict.fromkeys(name for graph in graphs for name in graph.backends)),
+        placed=[
+            Placed(node.name, node.op, node.backend, graph.name, node.region, node.source)
+            for graph in graphs
+            for node in graph.nodes
+        ],
+        fusions=[
+            Fusion(one.number, one.plugin, one.name, one.nodes, graph.name, region)
+            for graph in graphs
+            for region, fusions in [
+                ("", graph.fusions),
+                *((region.name, region.fusions) for region in graph.regions),
+            ]
+            for one in fusions
+            if one.applied
+        ],
+        trips=[f"{trip.plugin} in {trip.stage}: {trip.error}" for g in graphs for trip in g.trips],
+        offered=list(plan.offered),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
