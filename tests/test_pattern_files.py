@@ -156,7 +156,7 @@ def test_a_module_without_patterns_is_an_error():
     assert "module 'json' has no attribute of type fuseboard.Patterns" in result.output
 
 
-@pytest.mark.parametrize("module", ["gated", "norms", "rotary"])
+@pytest.mark.parametrize("module", ["norms", "rotary"])
 def test_the_files_of_what_ships_are_current(module):
     """For the installed torch; if it is another release, they are at least found to be void."""
     patterns = importlib.import_module(f"fuseboard.fuse.composites.{module}").PATTERNS

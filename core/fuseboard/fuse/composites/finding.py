@@ -9,12 +9,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Claim, Composite, Decline
-from fuseboard.fuse.composites import attention, gated, losses, norms, rotary
+from fuseboard.fuse.composites import attention, losses, norms, rotary
 from fuseboard.fuse.composites.definition import Reader
 
 #: Op → what reads it as a composite; the larger composite comes first.
 _READERS: dict[Any, Reader] = {**losses.READERS, **attention.READERS, **norms.READERS}
-_WRITTEN = (norms, rotary, gated)
+_WRITTEN = (norms, rotary)
 
 
 def find_composites(

@@ -2,8 +2,7 @@
 
 ``x * cos + turned(x) * sin``, where ``turned`` swaps the parts of pairs and negates the new first
 one. A pair is an element of the first half with one of the second half, or two neighbours
-(``interleaved``). Both tables broadcast to ``x``. As complex numbers, pairs are
-``(..., N, 2)`` and the table is ``(..., N)``, of complex numbers.
+(``interleaved``). Both tables broadcast to ``x``.
 """
 
 from __future__ import annotations
@@ -24,21 +23,14 @@ aten = torch.ops.aten
 _X, _TABLE = torch.empty(2, 3, 8), torch.empty(3, 8)
 
 
-def _keeps_shape(match: PatternMatch) -> bool:
-    """Whether no table makes the result larger."""
-    source = match.arguments["grad" if "grad" in match.arguments else "x"]
-    return same_shape(source, match.results[0])
-
-
 def _has_pairs(match: PatternMatch) -> bool:
-    """Whether the last dimension, which both halves make up, is known to be even."""
+    """Whether the last dimension, which both halves make up, is known to be even.
+
+    And no table makes the result larger.
+    """
     source = match.arguments["grad" if "grad" in match.arguments else "x"]
-    return _keeps_shape(match) and same_number(meta(source).shape[-1] % 2, 0)
-
-
-def _turns_numbers(match: PatternMatch) -> bool:
-    """Whether the table has complex numbers: real ones only change the length of ``x``."""
-    return _keeps_shape(match) and bool(meta(match.arguments["table"]).dtype.is_complex)
+    even = same_number(meta(source).shape[-1] % 2, 0)
+    return same_shape(source, match.results[0]) and even
 
 
 # --- turned ---------------------------------------------------------------------------------------
@@ -102,14 +94,6 @@ def _ways() -> Iterator[Way]:
         fixed = {"interleaved": interleaved}
         yield Way("rotary", form, forward, examples, ("y",), fixed, check=_has_pairs)
         yield Way("rotary_backward", form, backward, examples, ("grad_x",), fixed, check=_has_pairs)
-
-    def turned_numbers(x: Any, table: Any) -> Any:
-        return torch.view_as_real(torch.view_as_complex(x) * table)
-
-    pairs, table = torch.empty(2, 3, 4, 2), torch.empty(3, 4, dtype=torch.complex64)
-    yield Way(
-        "rotary_complex", "pairs", turned_numbers, (pairs, table), ("y",), check=_turns_numbers
-    )
 
 
 WAYS = tuple(_ways())
