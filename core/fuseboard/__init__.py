@@ -10,6 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fuseboard.ahead.loading import load
+    from fuseboard.ahead.making import package
+    from fuseboard.ahead.program import PackagedModel
     from fuseboard.bisection.script import bisect
     from fuseboard.bisection.search import Culprit
     from fuseboard.board import register, unregister
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
         FuseboardError,
         HookTimeout,
         LoweringError,
+        PackageError,
         PatternError,
         PluginError,
         RankError,
@@ -84,6 +88,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "fuseboard.bisection.script": ("bisect",),
     "fuseboard.bisection.search": ("Culprit",),
+    "fuseboard.ahead.loading": ("load",),
+    "fuseboard.ahead.making": ("package",),
+    "fuseboard.ahead.program": ("PackagedModel",),
     "fuseboard.board": ("register", "unregister"),
     "fuseboard.config": ("settings",),
     "fuseboard.contracts": (
@@ -113,6 +120,7 @@ _HOMES = {
         "FuseboardError",
         "HookTimeout",
         "LoweringError",
+        "PackageError",
         "PatternError",
         "PluginError",
         "RankError",
@@ -178,6 +186,8 @@ __all__ = [
     "Measurement",
     "MemoryPoint",
     "Narrowing",
+    "PackageError",
+    "PackagedModel",
     "Pattern",
     "PatternError",
     "PatternMatch",
@@ -214,11 +224,13 @@ __all__ = [
     "fork_safe_lock",
     "hookimpl",
     "last_report",
+    "load",
     "lower_eagerly",
     "measure",
     "measure_memory",
     "memory_budget",
     "on_settled",
+    "package",
     "pass_order",
     "prefer",
     "real_tensors",

@@ -14,6 +14,7 @@ FuseboardError
 ├── CostsError           a file of measured choices can't be read, written or taken over
 ├── RankError            the ranks of a distributed job don't agree, or one doesn't answer
 ├── RegionError          a region failed and the policy is to raise; chained to the cause
+├── PackageError         a model can't be packaged, or a package not be loaded, here or at all
 ├── PatternError         a pattern can't be traced, or has to be found in a graph and isn't there
 └── SamplingError        a profiling session can't start: no sampler, no permission, another runs
 """
@@ -112,6 +113,20 @@ class LoweringError(FuseboardError):
 
 class PatternError(FuseboardError):
     """A pattern can't be traced, or has to be found in a graph and isn't there."""
+
+
+class PackageError(FuseboardError):
+    """A model can't be packaged, or a package can't be loaded.
+
+    :ivar kind: ``model`` (it can't be packaged), ``file`` (it can't be read or written), ``trust``
+        (others may have written it), ``damaged``, ``format``, ``machine`` (torch, the processor or
+        threads are others than where it was made), ``plugins`` (one is missing, or another
+        version), ``program`` (what is in it can't be made again here).
+    """
+
+    def __init__(self, kind: str, problem: str) -> None:
+        self.kind = kind
+        super().__init__(problem)
 
 
 class NotEnoughMemory(FuseboardError):

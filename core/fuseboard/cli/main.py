@@ -29,6 +29,7 @@ COMMANDS = (
     "passes",
     "patterns",
     "export",
+    "package",
     "memory",
     "profile",
     "bisect",

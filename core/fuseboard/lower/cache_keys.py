@@ -127,7 +127,7 @@ def call_parts(
         "static inputs": f"{static}",
         "code": code_hash(Path(__file__).parents[1]),
         "custom ops": " ".join(map(_module_hash, defining_modules(graph))),
-        **_machine_parts(),
+        **machine_parts(),
     }
 
 
@@ -139,7 +139,7 @@ def _module_hash(name: str) -> str:
     return code_hash(Path(file))
 
 
-def _machine_parts() -> dict[str, str]:
+def machine_parts() -> dict[str, str]:
     """The versions, the machine and the process that code is to run on and in."""
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -161,7 +161,7 @@ def _parts(
         "graph": signature(graph, backend, (kind, _views(graph))),
         "static inputs": f"{static}",
         "sizes": size_facts(graph),
-        **_machine_parts(),
+        **machine_parts(),
     }
     own_keys = [getattr(node.target, "cache_key", None) for node in graph.graph.nodes]
     if any(isinstance(own, str) for own in own_keys):

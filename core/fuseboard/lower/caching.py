@@ -78,6 +78,7 @@ class Cache:
         isn't.
     :param facts: by region's signature: what is known of its sizes before it is lowered. Filled in,
         or, for what was carried, read: since then more was learned.
+    :param artifacts: where to keep what this process can make again from; None where there is none.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Cache:
         defers: bool,
         carried: bool,
         facts: dict[str, str],
+        artifacts: dict[Token, list[LoweringResult]] | None,
     ) -> None:
         self._session = session
         self._report = report
@@ -95,6 +97,7 @@ class Cache:
         self._defers = defers
         self._carried = carried
         self._facts = facts
+        self._artifacts = artifacts
 
     def lower(self, task: Task, region_report: RegionReport) -> LoweredRegion | None:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.
@@ -115,6 +118,7 @@ class Cache:
         ):
             loaded = self._load(task, found.data, region_report, place.store, found.path)
             if loaded is not None:
+                self._keep(token, found.data, found.head["guards"])
                 return loaded
         result = None
         if token in self._ready:
@@ -128,14 +132,25 @@ class Cache:
         if loads and result is not None and result.artifact is not None:
             loaded = self._take(task, result, place, region_report)
             if loaded is not None:
+                self._keep(token, result.artifact, result.guards)
                 return loaded
+            if self._carried and not info.compiles_quickly:
+                raise Deferred(token, None)
         watch = GuardWatch(torch_internals.fake_mode_of(task.inputs))
         answer = self._ask(task)
         if answer is None or answer.artifact is None:
             return answer
+        symbolic = any(map(symbolic_numbers, task.inputs))
+        guards = watch.code() if symbolic else []
+        self._keep(token, answer.artifact, guards)
         if place is not None:
-            self._put(task, place, answer.artifact, watch.code(), region_report)
+            self._put(task, place, answer.artifact, guards, region_report)
         return dataclasses.replace(answer, artifact=None)  # it may be large, and is on disk
+
+    def _keep(self, token: Token, artifact: bytes, guards: list[str] | None) -> None:
+        if self._artifacts is not None and guards is not None:
+            result = LoweringResult(artifact=artifact, guards=guards)
+            self._artifacts.setdefault(token, []).append(result)
 
     def _place(self, task: Task, info: BackendInfo, region_report: RegionReport) -> _Place | None:
         """Where the region's artifact belongs; None where there is no such place."""
@@ -284,8 +299,6 @@ class Cache:
         region_report: RegionReport,
     ) -> None:
         """Store an artifact; a note says why it isn't."""
-        if not any(map(symbolic_numbers, task.inputs)):
-            guards = []
         if guards is None:
             problem = "lowering it added asserts on numbers that only a call decides"
         else:

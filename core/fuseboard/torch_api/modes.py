@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from fuseboard.torch_api.compiles import untraced
@@ -72,6 +73,11 @@ def gradients_are_batched() -> bool:
     level = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return level > 1 or torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode AD, is under way in this thread."""
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
 
 
 def before_backward(results: Any, hook: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import GraphKind
 from fuseboard.errors import LoweringError, error_text
 from fuseboard.fuse.passes import FusionCounter
+from fuseboard.lower.caching import Token
+from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.op_levels import LevelKey
 from fuseboard.lower.overriding import Decided
@@ -52,7 +54,7 @@ from fuseboard.workshop.sizes import NoCondition, SizeCondition
 
 
 @dataclass(frozen=True)
-class _CarriedGraph:
+class CarriedGraph:
     """One graph that AOTAutograd captured, and how it was cut.
 
     :ivar fused: None where it is the captured one.
@@ -107,7 +109,7 @@ class CarriedProgram:
     bundle: bytes
     entries: tuple[str, ...]
     backwards: tuple[bool, ...]
-    graphs: tuple[_CarriedGraph, ...]
+    graphs: tuple[CarriedGraph, ...]
     mutated: frozenset[int]
     count: int
     autocast: bool
@@ -143,13 +145,13 @@ def pack(
             bundle=bundle_of(compiled.captured),
             entries=tuple(entry.name for entry in call.captured_graphs),
             backwards=tuple(isinstance(entry, CapturedBackward) for entry in call.captured_graphs),
-            graphs=tuple(_packed(record, call.captured_graphs) for record in records),
+            graphs=tuple(pack_graph(record, call.captured_graphs) for record in records),
             mutated=call.mutated,
             count=call.input_count,
             autocast=call.autocast,
             spreads=spreads,
             condition=condition(),
-            op_modules=_op_modules(records),
+            op_modules=op_modules(records),
         )
         return pickle.dumps(program)
     except (LoweringError, NoCondition) as error:
@@ -158,13 +160,17 @@ def pack(
         raise NotCarried(error_text(error)) from error
 
 
-def _op_modules(records: Sequence[Record]) -> tuple[str, ...]:
+def op_modules(records: Sequence[Record]) -> tuple[str, ...]:
+    """The modules that define ops of some graphs."""
     graphs = (one for record in records for one in (record.staged.captured, record.staged.graph))
     found = {name for graph in graphs for name in custom_ops.defining_modules(graph)}
     return tuple(sorted(found - {custom_ops.MAIN}))
 
 
-def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
+def pack_graph(record: Record, entries: Sequence[CapturedGraph]) -> CarriedGraph:
+    """
+    :raises NotCarried: it has no plan, or not all of it runs as it was lowered.
+    """
     staged, runner, plan = record.staged, record.runner, record.plan
     if plan is None:
         raise NotCarried("one of its graphs has no plan")
@@ -172,7 +178,7 @@ def _packed(record: Record, entries: Sequence[CapturedGraph]) -> _CarriedGraph:
     if any(site.tripped or site.lowered.region.backend != site.cut.backend for site in sites):
         raise NotCarried("a region of it runs in eager since it tripped")
     used = {site.lowered.region.signature for site in sites}
-    return _CarriedGraph(
+    return CarriedGraph(
         kind=staged.kind,
         entry=next(i for i, entry in enumerate(entries) if entry is runner.captured),
         captured=_bytes_of(staged.captured),
@@ -238,7 +244,7 @@ def unpack(
     call = GraphCall(session, graph, frame, number=number)
     call.mutated, call.input_count, call.autocast = carried.mutated, carried.count, carried.autocast
     by_entry = {one.entry: one for one in carried.graphs}
-    graphs = _Graphs(carried.condition)
+    graphs = Graphs(carried.condition)
     for number, is_backward in enumerate(carried.backwards):
         if (one := by_entry.get(number)) is None:
             raise NotCarried("its backward hasn't run where it was tried")
@@ -252,7 +258,7 @@ def unpack(
         if one.fused is not None:
             entry.compiled_graph = graphs.read(one.fused)
         with tracing_apart(()):  # as where it was tried: passes of torch's look for one
-            _run(call, one, inputs, graphs)
+            run_carried(call, one, inputs, graphs)
     codes = [captured.boxed() for captured in call.captured_graphs]
     with noting_functions() as functions:
         captured_run = from_bundle(carried.bundle, codes)
@@ -262,7 +268,7 @@ def unpack(
     return compiled, dataclasses.replace(carried, condition=_condition(carried, graphs, inputs))
 
 
-class _Graphs:
+class Graphs:
     """Reads graphs, each with a ShapeEnv of its own.
 
     :param condition: what the other process had learned.
@@ -291,7 +297,7 @@ class _Graphs:
 
 
 def _condition(
-    carried: CarriedProgram, graphs: _Graphs, inputs: Sequence[Any]
+    carried: CarriedProgram, graphs: Graphs, inputs: Sequence[Any]
 ) -> SizeCondition | None:
     """
     :raises NotCarried: it doesn't hold for the call.
@@ -309,13 +315,17 @@ def _condition(
     return condition
 
 
-def _run(
+def run_carried(
     call: GraphCall,
-    carried: _CarriedGraph,
+    carried: CarriedGraph,
     inputs: Sequence[Any],
-    graphs: _Graphs,
+    graphs: Graphs,
+    ready: Mapping[Token, LoweringResult] | None = None,
 ) -> None:
-    """Let the calls of the newest entry go to a program."""
+    """Let the calls of the newest entry go to a program.
+
+    :param ready: the artifacts of its regions, where they aren't to be looked for in the cache.
+    """
     session, settings, entry = call.session, call.session.settings, call.captured_graphs[-1]
     graph = entry.compiled_graph
     nodes = {node.name: node for node in graph.graph.nodes}
@@ -341,6 +351,7 @@ def _run(
         ),
         hoisting=settings.hoist and carried.kind == "inference",
         real=_real_inputs(placeholders, carried, inputs),
+        ready=ready or {},
         strict=True,
         carried={
             key: None if one is None else graphs.read(one)
@@ -378,7 +389,7 @@ def _as_ours(report: GraphReport, call: GraphCall) -> GraphReport:
 
 
 def _real_inputs(
-    placeholders: Sequence[Node], carried: _CarriedGraph, inputs: Sequence[Any]
+    placeholders: Sequence[Node], carried: CarriedGraph, inputs: Sequence[Any]
 ) -> dict[Node, torch.Tensor]:
     if carried.kind == "backward" or len(placeholders) != len(inputs):
         return {}

@@ -1,0 +1,345 @@
+"""A package computes what its model does, in another process, or isn't loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fuseboard
+from conftest import ROOT
+from fuseboard.ahead import file as files
+from fuseboard.cli.main import app
+from tests.package import models
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+@pytest.fixture
+def own_directory(tmp_path):
+    """What the umask of whoever runs the tests lets others write isn't trusted."""
+    tmp_path.chmod(0o700)
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory):
+    """A package of a small module with a batch that changes, and the module."""
+    directory = tmp_path_factory.mktemp("linear")
+    model = models.seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)).eval())
+    path = directory / "linear.fbp"
+    batch = torch.export.Dim("batch", min=1, max=32)
+    with fuseboard.settings(backends=["mkldnn", "eager"]):
+        fuseboard.package(model, (torch.randn(5, 6),), path, dynamic_shapes=({0: batch},))
+    return model, path
+
+
+def kind_of(call):
+    with pytest.raises(fuseboard.PackageError) as caught:
+        call()
+    return caught.value.kind
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_fresh_process_computes_what_eager_does(tmp_path):
+    """Results, structure, sharing, written inputs and buffers; read-only, elsewhere."""
+    packages = tmp_path / "packages"
+    packages.mkdir(mode=0o700)
+    paths = {}
+    for name, (make, calls) in models.CASES.items():
+        model, (args, kwargs) = models.seeded(make), calls[0]
+        paths[name] = str(packages / f"{name}.fbp")
+        backend = "onnxruntime" if name == "network" else "mkldnn"
+        with fuseboard.settings(backends=[backend, "eager"]):
+            fuseboard.package(model, args, paths[name], example_kwargs=kwargs)
+    for path in packages.iterdir():
+        path.chmod(0o400)
+    packages.chmod(0o500)
+    command = [sys.executable, "-m", "tests.package.child", json.dumps(paths)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["differences"] == {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 32])
+def test_the_batch_may_change(linear, size):
+    """Sizes of the range that was wanted are right, that of 1 included."""
+    model, path = linear
+    x = torch.randn(size, 6)
+    torch.testing.assert_close(fuseboard.load(path)(x), model(x).detach())
+
+
+def test_threads_may_call_at_once(tmp_path):
+    """No write to a buffer is lost."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, x):
+            self.total += x.sum()
+            return x + self.total
+
+    fuseboard.package(Sum(), (torch.ones(3),), tmp_path / "sum.fbp")
+    packaged = fuseboard.load(tmp_path / "sum.fbp")
+    threads = [
+        threading.Thread(target=lambda: [packaged(torch.ones(3)) for _ in range(50)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert packaged.weights["total"].item() == 600
+
+
+def test_a_packages_buffers_are_its_own(tmp_path):
+    """Neither the file nor the model has what calls wrote."""
+
+    class Count(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(2))
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    model = Count()
+    fuseboard.package(model, (torch.ones(2),), tmp_path / "count.fbp")
+    assert model.calls.tolist() == [0, 0]
+    for _ in range(2):
+        packaged = fuseboard.load(tmp_path / "count.fbp")
+        assert packaged(torch.ones(2)).tolist() == [1, 1]
+        assert packaged(torch.ones(2)).tolist() == [2, 2]
+
+
+# --- calls that don't fit -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((torch.randn(5, 7),), ValueError),
+        ((torch.randn(33, 6),), ValueError),
+        ((torch.randn(0, 6),), ValueError),
+        ((torch.randn(6),), ValueError),
+        ((torch.randn(5, 6, dtype=torch.float64),), TypeError),
+        ((torch.randn(5, 6).to_sparse(),), TypeError),
+        ((torch.randn(5, 6, device="meta"),), TypeError),
+        (([[1.0] * 6] * 5,), TypeError),
+        ((None,), TypeError),
+        ((), TypeError),
+        ((torch.randn(5, 6), torch.randn(5, 6)), TypeError),
+        ((torch.randn(5, 6, requires_grad=True),), ValueError),
+    ],
+    ids=range(12),
+)
+def test_what_does_not_fit_is_refused(linear, arguments, error):
+    """Shape, dtype, layout, device, class, number of arguments, gradients."""
+    with pytest.raises(error):
+        fuseboard.load(linear[1])(*arguments)
+
+
+def test_surroundings_that_change_results_are_refused(linear):
+    """Autocast, and transforms of torch.func."""
+    packaged = fuseboard.load(linear[1])
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        packaged(torch.randn(5, 6))
+    with pytest.raises(ValueError, match=r"torch\.func"):
+        torch.func.vmap(packaged)(torch.randn(3, 5, 6))
+
+
+def test_inputs_that_lie_otherwise_are_right(linear):
+    """Strides, offsets, conjugation: values are those of eager."""
+    model, path = linear
+    packaged = fuseboard.load(path)
+    whole = torch.randn(13, 12)
+    for x in (whole[:5, :6], whole.t()[:6, :6], whole[1:6, ::2], torch.randn(1, 6).expand(5, 6)):
+        torch.testing.assert_close(packaged(x), model(x).detach())
+
+
+def test_inputs_that_share_memory_with_a_written_one_are_refused(tmp_path):
+    """The package was made for inputs that don't."""
+    args = torch.randn(4, 3), torch.randn(4, 3)
+    fuseboard.package(models.write_to_input, args, tmp_path / "write.fbp")
+    packaged = fuseboard.load(tmp_path / "write.fbp")
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="share memory"):
+        packaged(x, x)
+
+
+# --- models that can't be packaged ----------------------------------------------------------------
+
+
+def test_a_result_that_is_a_view_of_a_buffer_is_refused(tmp_path):
+    """Eager's caller could write to the buffer by it."""
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(4))
+
+        def forward(self, x):
+            self.kept.copy_(x)
+            return self.kept[1:]
+
+    path = tmp_path / "held.fbp"
+    with pytest.raises(fuseboard.PackageError, match="share memory") as caught:
+        fuseboard.package(Held(), (torch.randn(4),), path)
+    assert caught.value.kind == "model"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_reads_values_is_refused_with_the_reason(tmp_path):
+    """What torch.export can't follow."""
+
+    def branches(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(fuseboard.PackageError, match=r"torch\.export"):
+        fuseboard.package(branches, (torch.randn(4),), tmp_path / "branches.fbp")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_no_damaged_file_is_loaded(linear, tmp_path):
+    """Bytes changed, cut out, cut off, added, moved: each is seen before anything is unpickled."""
+    content = linear[1].read_bytes()
+    numbers = random.Random(0)
+    damages = [content[:-1], content + b"\0", content[1:], b"", content[: len(content) // 2]]
+    for _ in range(100):
+        place, count = numbers.randrange(len(content)), numbers.choice([1, 1, 2, 100])
+        bad = bytearray(content)
+        how = numbers.randrange(4)
+        if how == 0:
+            bad[place] ^= 1 << numbers.randrange(8)
+        elif how == 1:
+            bad[place : place + count] = numbers.randbytes(count)
+        elif how == 2:
+            del bad[place : place + count]
+        else:
+            bad[place:place] = numbers.randbytes(count)
+        damages.append(bytes(bad))
+    path = tmp_path / "damaged.fbp"
+    for number, bad in enumerate(damages):
+        if bad == content:
+            continue
+        path.write_bytes(bad)
+        path.chmod(0o600)
+        assert kind_of(lambda: fuseboard.load(path, fallback="compile")) == "damaged", number
+
+
+def rewritten(path, target, change):
+    """The package with another manifest, whose checksum is right."""
+    opened = files.PackageFile(path, trust=True)
+    manifest = {key: value for key, value in opened.manifest.items() if key != "members"}
+    change(manifest)
+
+    def member(name):
+        def write(stream):
+            stream.write(opened.member(name))
+            return opened.returned(name)
+
+        return write
+
+    files.write(target, manifest, {name: member(name) for name in opened.manifest["members"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (lambda m: m["machine"].update(torch="2.9.9"), "machine", "torch '"),
+        (lambda m: m["machine"].update(processor="a Z80"), "machine", "a Z80"),
+        (lambda m: m["machine"].update(threads="99"), "machine", "set_num_threads"),
+        (lambda m: m["plugins"].update(gone={"code": ""}), "plugins", "'gone' isn't installed"),
+        (lambda m: m["plugins"]["mkldnn"].update(fingerprint="0"), "plugins", "fingerprint"),
+        (lambda m: m["op_modules"].append("no.such.module"), "plugins", r"no\.such\.module"),
+    ],
+)
+def test_what_was_made_elsewhere_is_refused(linear, tmp_path, change, kind, said):
+    """The error says what differs, and what can be done."""
+    path = tmp_path / "foreign.fbp"
+    rewritten(linear[1], path, change)
+    with pytest.raises(fuseboard.PackageError, match=said) as caught:
+        fuseboard.load(path)
+    assert caught.value.kind == kind
+    assert "fallback='compile'" in str(caught.value)
+
+
+def test_what_was_made_elsewhere_can_be_compiled(linear, tmp_path):
+    """By torch.compile, with the same checks of what it is called with."""
+    model, _ = linear
+    path = tmp_path / "foreign.fbp"
+    rewritten(linear[1], path, lambda m: m["machine"].update(torch="2.9.9"))
+    compiled = fuseboard.load(path, fallback="compile")
+    for size in (5, 3):
+        x = torch.randn(size, 6)
+        torch.testing.assert_close(compiled(x), model(x).detach())
+    with pytest.raises(ValueError, match="shape"):
+        compiled(torch.randn(5, 7))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
+def test_what_others_can_write_is_not_trusted(linear, tmp_path):
+    """Neither a file nor one in a directory that others can write to; unless told so."""
+    model, path = linear
+    x = torch.randn(5, 6)
+    copied = tmp_path / "linear.fbp"
+    copied.write_bytes(path.read_bytes())
+    copied.chmod(0o620)
+    assert kind_of(lambda: fuseboard.load(copied)) == "trust"
+    torch.testing.assert_close(fuseboard.load(copied, trust=True)(x), model(x).detach())
+    copied.chmod(0o600)
+    fuseboard.load(copied)
+    tmp_path.chmod(0o777)
+    assert kind_of(lambda: fuseboard.load(copied)) == "trust"
+    tmp_path.chmod(0o1777)  # where nobody removes files of others
+    fuseboard.load(copied)
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+    """Not one of the operating system's."""
+    with pytest.raises(fuseboard.PackageError, match=r"none\.fbp") as caught:
+        fuseboard.load(tmp_path / "none.fbp")
+    assert caught.value.kind == "file"
+
+
+# --- the document and the command -----------------------------------------------------------------
+
+
+def test_the_documents_example_runs(tmp_path, monkeypatch):
+    """What a reader copies works as it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSEBOARD_BACKENDS", "eager")
+    text = (ROOT / "docs" / "package.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    exec(compile(block, "docs/package.md", "exec"), {})
+
+
+def test_the_command_writes_a_package(tmp_path, monkeypatch):
+    """It loads, and the command says what runs in it."""
+    monkeypatch.setenv("FUSEBOARD_BACKENDS", "eager")
+    script, path = tmp_path / "script.py", tmp_path / "out.fbp"
+    script.write_text("import torch\ndef main():\n    return torch.relu, (torch.randn(3),)\n")
+    result = CliRunner().invoke(app, ["package", f"{script}:main", "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "on eager" in result.stdout
+    assert fuseboard.load(path)(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [0, 0, 1]
