@@ -15,7 +15,7 @@ from fuseboard.ahead.program import CompiledPackage, Interface, PackagedModel, P
 from fuseboard.board import board
 from fuseboard.contracts import Boxed
 from fuseboard.errors import LoweringError, PackageError, containable
-from fuseboard.pipeline.call import GraphCall
+from fuseboard.pipeline.graph_call import GraphCall
 from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import exports

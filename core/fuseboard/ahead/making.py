@@ -24,7 +24,7 @@ from fuseboard.config import resolve
 from fuseboard.errors import PackageError, containable
 from fuseboard.lower.guards import keeping_sizes
 from fuseboard.ops.views import view_chain
-from fuseboard.pipeline.call import GraphCall
+from fuseboard.pipeline.graph_call import GraphCall
 from fuseboard.pipeline.staged_graph import Record
 from fuseboard.report.data import ledger
 from fuseboard.run.failure import describe
