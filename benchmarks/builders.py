@@ -44,7 +44,7 @@ class Workload:
     optimizer: bool = True
 
 
-class _Call(nn.Module):
+class Call(nn.Module):
     """Calls a transformers model by keywords and returns one field of what it answers."""
 
     def __init__(self, model: nn.Module, field: str, *names: str) -> None:
@@ -83,7 +83,7 @@ class _SentenceEmbedding(nn.Module):
         return F.normalize((hidden * weight).sum(1) / weight.sum(1).clamp(min=1e-9), dim=-1)
 
 
-def _from_config(model_class: str, config_class: str, **config: Any) -> nn.Module:
+def from_config(model_class: str, config_class: str, **config: Any) -> nn.Module:
     """A transformers model with random weights, initialised once and not twice."""
     import transformers
     from transformers.initialization import no_init_weights
@@ -118,9 +118,9 @@ def _images(batch: int, size: int) -> list[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def _calibrate(module: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
+def calibrate(module: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
     """Takes batch norm's running statistics from one batch; every module back in eval."""
-    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     before = [norm.momentum for norm in norms]
     for norm in norms:
         norm.momentum = 1.0
@@ -140,7 +140,7 @@ def mlp(batch: int, width: int = 256, layers: int = 6) -> Workload:
     return Workload(module, _pool(lambda g: (torch.randn(batch, width, generator=g),)))
 
 
-def minilm(batch: int, length: int) -> Workload:
+def minilm(batch: int, length: int, count: int = POOL_SIZE) -> Workload:
     """Real weights, real text: docstrings of the standard library, cut and padded to ``length``."""
     from tokenizers import Tokenizer
     from transformers import BertModel
@@ -155,7 +155,7 @@ def minilm(batch: int, length: int) -> Workload:
     tokenizer.enable_padding(length=length)
     texts = _docstrings()
     inputs: list[tuple[Tensor, ...]] = []
-    for start in range(0, POOL_SIZE * batch, batch):
+    for start in range(0, count * batch, batch):
         encoded = tokenizer.encode_batch(texts[start : start + batch])
         ids = torch.tensor([e.ids for e in encoded])
         inputs.append((ids, torch.tensor([e.attention_mask for e in encoded])))
@@ -173,29 +173,29 @@ def _docstrings() -> list[str]:
 
 
 def bert(batch: int, length: int) -> Workload:
-    model = _from_config("BertModel", "BertConfig").eval()
+    model = from_config("BertModel", "BertConfig").eval()
     return Workload(
-        _Call(model, "last_hidden_state", "input_ids", "attention_mask"),
+        Call(model, "last_hidden_state", "input_ids", "attention_mask"),
         _masked_tokens(30522, batch, length),
     )
 
 
 def distilbert(batch: int, length: int) -> Workload:
-    model = _from_config("DistilBertModel", "DistilBertConfig").eval()
+    model = from_config("DistilBertModel", "DistilBertConfig").eval()
     return Workload(
-        _Call(model, "last_hidden_state", "input_ids", "attention_mask"),
+        Call(model, "last_hidden_state", "input_ids", "attention_mask"),
         _masked_tokens(30522, batch, length),
     )
 
 
 def gpt2(batch: int, length: int) -> Workload:
-    model = _from_config("GPT2LMHeadModel", "GPT2Config", use_cache=False).eval()
-    return Workload(_Call(model, "logits", "input_ids"), _tokens(50257, batch, length))
+    model = from_config("GPT2LMHeadModel", "GPT2Config", use_cache=False).eval()
+    return Workload(Call(model, "logits", "input_ids"), _tokens(50257, batch, length))
 
 
 def llama(batch: int, length: int, layers: int = 8) -> Workload:
     model = _llama(layers).eval()
-    return Workload(_Call(model, "logits", "input_ids"), _tokens(LLAMA_WORDS, batch, length))
+    return Workload(Call(model, "logits", "input_ids"), _tokens(LLAMA_WORDS, batch, length))
 
 
 def train_llama(batch: int, length: int, layers: int) -> Workload:
@@ -204,12 +204,12 @@ def train_llama(batch: int, length: int, layers: int) -> Workload:
     inputs: list[tuple[Tensor, ...]] = [
         (ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for (ids,) in tokens
     ]
-    loss = _Loss(_Call(_llama(layers).train(), "logits", "input_ids"))
+    loss = _Loss(Call(_llama(layers).train(), "logits", "input_ids"))
     return Workload(loss, inputs, training=True, optimizer=False)
 
 
 def _llama(layers: int, **settings: Any) -> nn.Module:
-    return _from_config(
+    return from_config(
         "LlamaForCausalLM",
         "LlamaConfig",
         vocab_size=LLAMA_WORDS,
@@ -223,7 +223,7 @@ def _llama(layers: int, **settings: Any) -> nn.Module:
 
 def smollm(layers: int, words: int) -> nn.Module:
     """Of the shapes of SmolLM-135M, which has 30 layers and 49,152 words; tied embeddings."""
-    return _from_config(
+    return from_config(
         "LlamaForCausalLM",
         "LlamaConfig",
         vocab_size=words,
@@ -258,25 +258,25 @@ def decoder(name: str) -> nn.Module:
 
 
 def resnet50(batch: int) -> Workload:
-    model = _from_config("ResNetForImageClassification", "ResNetConfig", num_labels=1000)
+    model = from_config("ResNetForImageClassification", "ResNetConfig", num_labels=1000)
     inputs = _images(batch, 224)
-    return Workload(_calibrate(_Call(model, "logits", "pixel_values"), inputs[0]), inputs)
+    return Workload(calibrate(Call(model, "logits", "pixel_values"), inputs[0]), inputs)
 
 
 def mobilenet_v2(batch: int) -> Workload:
-    model = _from_config("MobileNetV2ForImageClassification", "MobileNetV2Config", num_labels=1000)
+    model = from_config("MobileNetV2ForImageClassification", "MobileNetV2Config", num_labels=1000)
     inputs = _images(batch, 224)
-    return Workload(_calibrate(_Call(model, "logits", "pixel_values"), inputs[0]), inputs)
+    return Workload(calibrate(Call(model, "logits", "pixel_values"), inputs[0]), inputs)
 
 
 def vit_b16(batch: int) -> Workload:
-    model = _from_config("ViTForImageClassification", "ViTConfig", num_labels=1000).eval()
-    return Workload(_Call(model, "logits", "pixel_values"), _images(batch, 224))
+    model = from_config("ViTForImageClassification", "ViTConfig", num_labels=1000).eval()
+    return Workload(Call(model, "logits", "pixel_values"), _images(batch, 224))
 
 
 def train_nanogpt(batch: int = 12, length: int = 64, vocabulary: int = 65) -> Workload:
     """No dropout, so that a step can be compared with its reference."""
-    model = _from_config(
+    model = from_config(
         "GPT2LMHeadModel",
         "GPT2Config",
         vocab_size=vocabulary,
@@ -293,12 +293,12 @@ def train_nanogpt(batch: int = 12, length: int = 64, vocabulary: int = 65) -> Wo
     ).train()
     tokens = _tokens(vocabulary, batch, length + 1)
     inputs = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for (ids,) in tokens]
-    return Workload(_Loss(_Call(model, "logits", "input_ids")), list(inputs), training=True)
+    return Workload(_Loss(Call(model, "logits", "input_ids")), list(inputs), training=True)
 
 
 def train_gpt2(batch: int, length: int) -> Workload:
     """GPT-2 small, forward and backward, no dropout."""
-    model = _from_config(
+    model = from_config(
         "GPT2LMHeadModel",
         "GPT2Config",
         resid_pdrop=0.0,
@@ -310,7 +310,7 @@ def train_gpt2(batch: int, length: int) -> Workload:
         (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         for (ids,) in _tokens(50257, batch, length + 1)
     ]
-    loss = _Loss(_Call(model, "logits", "input_ids"))
+    loss = _Loss(Call(model, "logits", "input_ids"))
     return Workload(loss, inputs, training=True, optimizer=False)
 
 
@@ -320,7 +320,7 @@ _WORDS = 30522
 
 def train_bert(batch: int = 4, length: int = 128, layers: int = 4) -> Workload:
     """A classifier of two classes, without dropout, so that a step has a reference."""
-    model = _from_config(
+    model = from_config(
         "BertForSequenceClassification",
         "BertConfig",
         num_hidden_layers=layers,
@@ -332,7 +332,7 @@ def train_bert(batch: int = 4, length: int = 128, layers: int = 4) -> Workload:
 
 def train_masked_bert(batch: int = 4, length: int = 128) -> Workload:
     """A masked-language model, 4 layers of 256; no dropout, so that a step has a reference."""
-    model = _from_config(
+    model = from_config(
         "BertForMaskedLM",
         "BertConfig",
         hidden_size=256,
@@ -355,11 +355,11 @@ def _bert_losses(
             torch.randint(classes, targets, generator=g),
         )
     )
-    return Workload(_Loss(_Call(model, "logits", "input_ids")), inputs, training=True)
+    return Workload(_Loss(Call(model, "logits", "input_ids")), inputs, training=True)
 
 
 def train_resnet18(batch: int = 32, size: int = 32) -> Workload:
-    model = _from_config(
+    model = from_config(
         "ResNetForImageClassification",
         "ResNetConfig",
         hidden_sizes=[64, 128, 256, 512],
@@ -373,7 +373,7 @@ def train_resnet18(batch: int = 32, size: int = 32) -> Workload:
             torch.randint(10, (batch,), generator=g),
         )
     )
-    return Workload(_Loss(_Call(model, "logits", "pixel_values")), inputs, training=True)
+    return Workload(_Loss(Call(model, "logits", "pixel_values")), inputs, training=True)
 
 
 # --- kernels: a few ops by themselves -------------------------------------------------------------

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import (
+    budget,
     claims,
     compile_time,
     decode,
@@ -248,6 +249,30 @@ def decode_command(
             complete = len(done) == total
             _write(out, results.document("decode", machine, FULL, done, complete=complete))
             console.print(decode.decoding_table([one]))
+
+
+@app.command("budget")
+def budget_command(
+    models: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(
+        budget.NAMES
+    ),
+    out: Out = RESULTS,
+) -> None:
+    """Errors on inputs that weren't seen, within each budget of accuracy and each format."""
+    chosen = _split(models)
+    if unknown := sorted(set(chosen) - set(budget.NAMES)):
+        raise typer.BadParameter(
+            f"{unknown[0]!r}: one of {', '.join(budget.NAMES)}", param_hint="--models"
+        )
+    machine = _begin()
+    done: list[budget.Budgeted] = []
+    with console.status("budget") as status:
+        for one in budget.measure_budgets(chosen, status.update):
+            done.append(one)
+            complete = len(done) == len(chosen)
+            _write(out, results.document("budget", machine, FULL, done, complete=complete))
+            console.print(budget.budget_table([one]))
+    console.print(budget.budget_table(done))
 
 
 @app.command("settle")

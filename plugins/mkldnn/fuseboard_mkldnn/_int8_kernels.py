@@ -30,7 +30,13 @@ _onednn: Any = torch.ops.onednn
 
 
 def packed_linear(weight: torch.Tensor, rows: int | None, width: int) -> torch.Tensor:
-    """A weight (N, K) as the product wants it."""
+    """A weight (N, K) as the product wants it.
+
+    ``qlinear_prepack`` reads memory as if it were contiguous, whatever the strides are
+    (``pack_weight_to_onednn_tensor`` in ``aten/src/ATen/native/quantized/cpu/qlinear_prepack.cpp``
+    of torch 2.13), and so takes a weight that is stored (K, N) for another one.
+    """
+    weight = weight.contiguous()
     return _onednn.qlinear_prepack(weight, None if rows is None else [rows, width])  # type: ignore[no-any-return]
 
 
