@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import runpy
 import sys
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
 import fuseboard
+from fuseboard.bisection.reproduction import function_of, script_of
 from fuseboard.bisection.run import Fusion, Outcome, Placed, Step, Trace, run_script
 from fuseboard.bisection.search import Search
 from fuseboard.cli.main import app
 
+aten = torch.ops.aten
 BACKENDS = ("mkldnn", "onnxruntime", "inductor")
 PLUGINS = {
     "mkldnn": ("partition", "fuse", "lower"),
@@ -159,6 +165,40 @@ def test_another_failure_is_none_of_this_one():
     assert Search(run, 20).find().plugin == "onnxruntime"
 
 
+def test_a_reproduction_computes_what_the_ops_do(tmp_path):
+    """Inputs with their dtypes and strides, items of what has several results, constants."""
+
+    def f(x, y, n):
+        x = x.sin()
+        mean, var = torch.var_mean((x.roll(1) * y).clamp_min(-math.inf), 0)
+        return mean + n.bool().all(), var.to(device="cpu", dtype=torch.float64)
+
+    inputs = [torch.randn(4, 4), torch.randn(4, 4).t(), torch.ones(3, dtype=torch.int64)]
+    graph = make_fx(f, tracing_mode="fake")(*inputs)
+    calls = graph.graph.find_nodes(op="call_function", target=aten.sin.default)
+    others = {node.name for node in graph.graph.nodes if node.op == "call_function"}
+    function = function_of(graph, others - {node.name for node in calls})
+    text = script_of(function, "wrong", {"backends": ["eager"]})
+    assert "aten.sin" not in text
+    path = tmp_path / "repro.py"
+    path.write_text(text)
+    found = runpy.run_path(str(path))
+    assert [(i.dtype, i.shape, i.stride()) for i in found["inputs"]] == [
+        (i.dtype, i.shape, i.stride()) for i in inputs
+    ]
+    sin, y, n = found["inputs"]
+    wanted = torch.var_mean(sin.roll(1) * y, 0)
+    got = found["f"](sin, y, n)
+    torch.testing.assert_close(got[0], wanted[0] + n.bool().all())
+    torch.testing.assert_close(got[1], wanted[1].double())
+
+
+def test_what_cant_be_written_is_no_reproduction():
+    """A size that differs from call to call isn't known to a script."""
+    graph = make_fx(lambda x: x.sin(), tracing_mode="symbolic")(torch.randn(3, 4))
+    assert function_of(graph, {"sin"}) is None
+
+
 # --- runs of scripts ------------------------------------------------------------------------------
 
 
@@ -248,10 +288,11 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-def test_a_wrong_op(script):
-    """By the command, with each run told, and the way around it tried."""
-    path = script(LIAR)
-    done = CliRunner().invoke(app, ["bisect", str(path), "--json", "--", "op"])
+def test_a_wrong_op(script, tmp_path):
+    """By the command, with each run told, the way around it tried, and a script written."""
+    path, repro = script(LIAR), tmp_path / "repro.py"
+    options = ["--json", "--repro", str(repro)]
+    done = CliRunner().invoke(app, ["bisect", str(path), *options, "--", "op"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["plugin"], found["stage"]) == ("liar", "lower")
@@ -261,6 +302,11 @@ def test_a_wrong_op(script):
     assert found["workaround"] == {"exclude": {"liar": ["aten.exp.default"]}}
     assert found["is_confirmed"]
     assert len(found["runs"]) <= 20
+    written = repro.read_text()
+    assert found["reproduction"] == written
+    assert "exp = torch.ops.aten.exp.default(" in written
+    assert "aten.sin" not in written
+    assert found["runs"][-1]["run"].endswith("the reproduction")
 
 
 @pytest.mark.slow

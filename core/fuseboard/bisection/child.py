@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.bisection import plan
+from fuseboard.bisection.reproduction import function_of
 from fuseboard.bisection.run import Fusion, Placed, Step, Trace
+
+#: Ops of a reproduction.
+_MOST_NODES = 40
 
 
 def main(job: str, out: str, script: str, *args: str) -> None:
@@ -75,7 +79,15 @@ def _trace() -> Trace:
         ],
         trips=[f"{trip.plugin} in {trip.stage}: {trip.error}" for g in graphs for trip in g.trips],
         offered=list(plan.offered),
+        function=_function(),
     )
+
+
+def _function() -> dict[str, Any] | None:
+    """What the backend got, where that is little enough to be read."""
+    if len(plan.given) != 1 or len(plan.given[0][1]) > _MOST_NODES:
+        return None
+    return function_of(*plan.given[0])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from fuseboard.contracts import BackendInfo, Claim, Decline, Plan
 allowed: range | None = None
 #: The ops that it was offered so far: (name, target).
 offered: list[tuple[str, str]] = []
+#: The graphs in which it got some, and the names of those.
+given: list[tuple[GraphModule, frozenset[str]]] = []
 
 
 def some_nodes(
@@ -31,6 +33,8 @@ def some_nodes(
     for claim in claimed:
         if claim.together and not claim.nodes <= mine:
             mine -= claim.nodes
+    if mine:
+        given.append((graph, frozenset(mine)))
     computing = [n.name for n in graph.graph.nodes if n.op not in ("placeholder", "output")]
     placements = {name: first if name in mine else eager for name in computing}
     return Plan(placements, dict.fromkeys(placements, "a run of a bisection"))

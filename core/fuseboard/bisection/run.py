@@ -78,6 +78,8 @@ class Trace:
     :ivar plugins: those that took part or might have → the stages of their hooks.
     :ivar backends: those that the graphs had, in order of priority.
     :ivar offered: the ops that the bisection's plan had for the first backend: (name, op).
+    :ivar function: those that it got, as :func:`.reproduction.function_of` writes them; None where
+        they are too many, or in several graphs.
     """
 
     plugins: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class Trace:
     fusions: Sequence[Fusion] = ()
     trips: Sequence[str] = ()
     offered: Sequence[tuple[str, str]] = ()
+    function: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -99,6 +102,7 @@ class Trace:
             fusions=[Fusion(**{**one, "nodes": tuple(one["nodes"])}) for one in values["fusions"]],
             trips=values["trips"],
             offered=[(name, op) for name, op in values["offered"]],
+            function=values["function"],
         )
 
 

@@ -16,6 +16,7 @@ def bisect(
     trips: bool = False,
     limit_s: float = 600.0,
     max_runs: int = 20,
+    reproduction: Path | None = None,
     done: Callable[[Step, Outcome], object] | None = None,
 ) -> Culprit:
     """Find the plugin, the stage, and the rewrite or the op that make a script fail.
@@ -29,6 +30,8 @@ def bisect(
     :param trips: a failure of a plugin that the board contained counts as well.
     :param limit_s: seconds; a run that takes longer fails.
     :param max_runs: how many runs there may be; then what is known by then is returned.
+    :param reproduction: where to write a script with the ops that are to blame and nothing else.
+        It is run once, and what it shows is among what ``done`` is told.
     :param done: is told each run.
     :raises FileNotFoundError: there is no such script.
     """
@@ -36,10 +39,14 @@ def bisect(
     if not path.is_file():
         raise FileNotFoundError(f"there is no script {str(path)!r}")
 
-    def run(step: Step) -> Outcome:
+    def run(step: Step, path: Path = path, args: Sequence[str] = args) -> Outcome:
         outcome = run_script(step, path, args, limit_s, trips)
         if done is not None:
             done(step, outcome)
         return outcome
 
-    return Search(run, max_runs).find()
+    found = Search(run, max_runs).find()
+    if reproduction is not None and found.reproduction:
+        reproduction.write_text(found.reproduction, encoding="utf-8")
+        run(Step(f"{reproduction}, the reproduction"), reproduction, ())
+    return found

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fuseboard.bisection.plan import some_nodes
+from fuseboard.bisection.reproduction import script_of
 from fuseboard.bisection.run import Outcome, Step, Trace
 
 #: One backend, nothing measured: the same in each process.
@@ -39,6 +40,8 @@ class Culprit:
     :ivar source: the user's line, ``file:line``, where it is known.
     :ivar workaround: settings without what is to blame.
     :ivar is_confirmed: whether the script passes with these; None where that wasn't tried.
+    :ivar reproduction: a script with the ops that are to blame and nothing else; "" where it can't
+        be written.
     """
 
     summary: str
@@ -51,6 +54,7 @@ class Culprit:
     source: str = ""
     workaround: dict[str, Any] = field(default_factory=dict)
     is_confirmed: bool | None = None
+    reproduction: str = ""
 
 
 class Search:
@@ -188,6 +192,8 @@ class Search:
             outcome = self._make(Step(label, settings, (start, stop)))
             if self._is_it(outcome) and outcome.trace is not None:
                 last[stop] = outcome.trace
+                if self._best.ops:  # its last op is known: this has fewer before it
+                    self._best = replace(self._best, reproduction=_script(outcome.trace, backend))
             return self._is_it(outcome)
 
         stop = self._least(0, count, lambda stop: fails(0, stop))
@@ -202,6 +208,7 @@ class Search:
             region=place.region if place else "",
             source=place.source if place else "",
             workaround={"exclude": {backend: [op]}},
+            reproduction=_script(last[stop], backend),
         )
         self._best = found
         if stop > 1 and not fails(stop - 1, stop):
@@ -209,14 +216,13 @@ class Search:
                 stop - 1 - self._least(0, stop - 1, lambda before: fails(stop - 1 - before, stop))
             )
             ops = tuple(op for _, op in trace.offered[start:stop])
-            found = Culprit(**{**vars(found), "ops": ops})
-            self._best = found
+            self._best = replace(self._best, ops=ops)
         without = {"exclude": {backend: [op]}}
-        return self._confirmed(found, f"as it is, {op} not on {backend}", without)
+        return self._confirmed(self._best, f"as it is, {op} not on {backend}", without)
 
     def _confirmed(self, found: Culprit, label: str, settings: dict[str, Any]) -> Culprit:
         passes = not self._make(Step(label, settings)).failure
-        return Culprit(**{**vars(found), "is_confirmed": passes})
+        return replace(found, is_confirmed=passes)
 
     # --- neither ---------------------------------------------------------------------------------
 
@@ -255,6 +261,14 @@ class Search:
         )
         self._best = found
         return self._confirmed(found, f"as it is, without {name}", {"block": [name]})
+
+
+def _script(trace: Trace, backend: str) -> str:
+    """What the backend got in a run, by itself."""
+    if trace.function is None:
+        return ""
+    options = {**_PLAIN, "backends": [backend], "min_region_us": 0.0, "on_failure": "raise"}
+    return script_of(trace.function, f"It fails on {backend}.", options)
 
 
 def _backends(first: Trace | None, nothing: Trace | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fuseboard.cli.explain import AsJson, TargetError
+from fuseboard.cli.explain import AsJson, TargetError, check_writable
 
 if TYPE_CHECKING:
     from fuseboard.bisection.run import Outcome, Step
@@ -32,6 +33,10 @@ def bisect(
         float, typer.Option(metavar="SECONDS", min=1.0, help="A run that takes longer fails.")
     ] = 600.0,
     max_runs: Annotated[int, typer.Option(min=2, help="So many runs at most.")] = 20,
+    repro: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Write a script with the ops to blame and nothing else."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the plugin, the stage, and the rewrite or the op that make a script fail.
@@ -44,6 +49,8 @@ def bisect(
 
     if not script.is_file():
         raise TargetError(f"there is no file {str(script)!r}. Name a Python script to run.")
+    if repro is not None:
+        check_writable("--repro", repro)
     console, runs = Console(stderr=True, highlight=False), []
 
     def done(step: Step, outcome: Outcome) -> None:
@@ -53,7 +60,17 @@ def bisect(
         console.print(line.append(f" ({outcome.seconds:.1f} s)"), soft_wrap=True)
 
     with console.status("fuseboard: running the script"):
-        found = search(script, args or [], trips=trips, limit_s=limit, max_runs=max_runs, done=done)
+        found = search(
+            script,
+            args or [],
+            trips=trips,
+            limit_s=limit,
+            max_runs=max_runs,
+            reproduction=repro,
+            done=done,
+        )
+    if repro is not None and not found.reproduction:
+        print("no reproduction: no few ops of one graph are to blame", file=sys.stderr)
     if as_json:
         print(json.dumps({**dataclasses.asdict(found), "runs": runs}, indent=2))
     else:
