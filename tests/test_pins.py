@@ -217,6 +217,21 @@ def test_what_isnt_pinned_still_goes_to_the_backend_that_can_run_the_rest():
     assert "other can run all of it" in reasons()["addmm"]
 
 
+@pytest.mark.usefixtures("policy_measured")
+def test_candidates_differ_in_what_isnt_pinned():
+    """A pinned backend has that in each of them, and the rest only as a candidate itself."""
+    run(Net(), pin={"aten.gelu": "third"})
+    names = [row.name for row in last_graph().candidates]
+    assert names == ["eager+third", "other+third", "third"]
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())
+    claim = claim_ops("gelu", "native_layer_norm", "getitem")
+    with plugged("some", claim=claim, info={"compiles_quickly": True}):
+        run(model, "some", "eager", pin={"aten.gelu": "some"}, min_region_us=0.0)
+    assert [row.name for row in last_graph().candidates] == ["eager+some", "eager+some (2)"]
+    assert set(homes(op="gelu").values()) == {"some"}
+
+
 def test_a_pin_that_cant_be_followed_says_why():
     """In the node's reason, in the graph's notes and in the text of an explanation."""
     with plugged("picky", claim=claim_ops("addmm", "t")):

@@ -26,6 +26,19 @@ def claimed_names(answers: Iterable[Claim | Decline]) -> frozenset[str]:
     return frozenset().union(*(claim.nodes for claim in answers if isinstance(claim, Claim)))
 
 
+def claims_within(
+    answers: Iterable[Claim | Decline], names: Collection[str]
+) -> list[Claim | Decline]:
+    """A backend's answers as if it claimed some of the nodes alone."""
+    cut: list[Claim | Decline] = []
+    for answer in answers:
+        if isinstance(answer, Decline):
+            cut.append(answer)
+        elif nodes := answer.nodes.intersection(names):
+            cut.append(replace(answer, nodes=nodes, native=answer.native & nodes))
+    return cut
+
+
 def mark_refused(
     graph: GraphModule, refused: Mapping[str, str], copied: Collection[str] = ()
 ) -> None:

@@ -15,7 +15,13 @@ from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.guards import watching_guards
 from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.ops.effects import has_effects
-from fuseboard.partition.claims import arbitrate, claimed_names, mark_refused, readers_of_unfit
+from fuseboard.partition.claims import (
+    arbitrate,
+    claimed_names,
+    claims_within,
+    mark_refused,
+    readers_of_unfit,
+)
 from fuseboard.partition.inner_plans import InnerPlan, InnerPlans, regions_with
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.plan import make_plan
@@ -164,12 +170,19 @@ class Planner:
     ) -> tuple[str, Plan]:
         """Who planned for these backends, and the plan, checked; the default's if it breaks a rule.
 
-        Backends that something is pinned to take part in any case.
+        Backends that something is pinned to take part in any case, with that alone.
         """
         settings = self.session.settings
-        pinned = set(staged.wishes.pins.values())
+        pinned: dict[str, set[str]] = {}
+        for name, backend in staged.wishes.pins.items():
+            pinned.setdefault(backend, set()).add(name)
         order = [i for i in self.session.backends if i in backends or i.name in pinned]
-        claims = {info.name: staged.claims[info.name] for info in order}
+        claims = {
+            info.name: staged.claims[info.name]
+            if info in backends
+            else claims_within(staged.claims[info.name], pinned[info.name])
+            for info in order
+        }
         graph, kept, report = staged.graph, staged.board_nodes, staged.report
         arguments: dict[str, Any] = {
             "graph": graph,

@@ -417,9 +417,11 @@ class Pipeline:
         session, report = self.session, staged.report
         plans: dict[Candidate, CutPlan] = {}
         wrapped = bool(session.with_hook("fuseboard_wrap"))
+        names: Counter[str] = Counter()
         for cut_plan in cut_plans:
-            version = cut_plan.staged
-            row = CandidateReport(cut_plan.name)
+            version, name = cut_plan.staged, cut_plan.name
+            names[name] += 1  # of two on the same backends one may have but what is pinned on one
+            row = CandidateReport(f"{name} ({names[name]})" if names[name] > 1 else name)
             context = runner.context
             if (narrowed := version.narrowed) is not None:
                 row.tolerance = narrowed.budget.tolerance
