@@ -225,6 +225,31 @@ def test_an_op_s_code_is_sent_with_what_it_names(typed):
     assert torch.equal(grad, torch.full_like(x, 3))
 
 
+def test_an_op_of_no_module_is_sent():
+    """What was executed in a plain dictionary is in no module; it may call itself and other ops."""
+    code = """
+import torch
+@torch.library.custom_op("fuseboard_no_module::inner", mutates_args=())
+def inner(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+def factorial(n):
+    return 1 if n < 2 else n * factorial(n - 1)
+@torch.library.custom_op("fuseboard_no_module::outer", mutates_args=("y",))
+def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def zero(n):
+        return 0 if n == 0 else zero(n - 1)
+    y.add_(factorial(3) + zero(2))
+    return inner(x)
+"""
+    exec(code, {})
+    graph = graph_with(torch.ops.fuseboard_no_module.outer.default)
+    assert defining_modules(graph) == ()
+    define(definitions(graph))
+    x, y = torch.ones(3), torch.zeros(3)
+    assert torch.equal(torch.ops.fuseboard_no_module.outer(x, y), x * 2)
+    assert torch.equal(y, torch.full((3,), 6.0))
+
+
 def test_an_op_that_names_what_cant_be_sent_says_so(typed):
     """A lock is a thing of one process."""
     with pytest.raises(LoweringError, match=r"can't be sent: .*lock"):

@@ -105,8 +105,13 @@ def _qualified_name(target: Any) -> str:
     return getattr(target, "_qualified_op_name", "")
 
 
-def is_importable(name: str) -> bool:
-    """Whether another process has a module once it imports it, or runs :func:`main_file`."""
+def is_importable(name: str | None) -> bool:
+    """Whether another process has a module once it imports it, or runs :func:`main_file`.
+
+    :param name: None for that of a function which :func:`exec` made in a plain dictionary.
+    """
+    if name is None:
+        return False
     if name == MAIN:
         return main_file() is not None
     if name.partition(".")[0] in _NOT_IMPORTED and not name.startswith(_LEFT_OUT):

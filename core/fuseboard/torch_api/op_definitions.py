@@ -87,15 +87,15 @@ class _Pickler(pickle.Pickler):
 
 def _is_found(function: FunctionType) -> bool:
     """Whether another process finds a function by its name."""
-    found: Any = sys.modules.get(function.__module__)
+    found: Any = sys.modules.get(function.__module__ or "")
     for name in function.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is function and _is_there(function.__module__)
 
 
-def _is_there(module: str) -> bool:
+def _is_there(module: str | None) -> bool:
     """Whether another process has a module under its name."""
-    is_torchs = module.partition(".")[0] == "torch"
+    is_torchs = module is not None and module.partition(".")[0] == "torch"
     return is_torchs or (module != MAIN and is_importable(module))
 
 
@@ -123,7 +123,7 @@ def _globals_of(code: CodeType) -> Iterator[str]:
 
 
 def _function(
-    code: bytes, module: str, name: str, closure: tuple[CellType, ...] | None
+    code: bytes, module: str | None, name: str, closure: tuple[CellType, ...] | None
 ) -> FunctionType:
     own = {"__builtins__": builtins, "__name__": module}
     made = FunctionType(marshal.loads(code), own, closure=closure)
