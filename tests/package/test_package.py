@@ -84,6 +84,23 @@ def test_the_batch_may_change(linear, size):
     torch.testing.assert_close(fuseboard.load(path)(x), model(x).detach())
 
 
+def test_several_backends_and_random_numbers(tmp_path):
+    """Eager draws the numbers, and comes before the backend that computes with them."""
+
+    def noisy(x):
+        return x * torch.rand_like(x) + 1
+
+    with fuseboard.settings(backends=["onnxruntime", "eager"]):
+        fuseboard.package(noisy, (torch.randn(8),), tmp_path / "noisy.fbp")
+    packaged, x = fuseboard.load(tmp_path / "noisy.fbp"), torch.randn(8)
+    backends = {region["backend"] for region in packaged.manifest["report"]["regions"]}
+    assert backends == {"onnxruntime", "eager"}
+    torch.manual_seed(7)
+    want = noisy(x)
+    torch.manual_seed(7)
+    torch.testing.assert_close(packaged(x), want)
+
+
 def test_threads_may_call_at_once(tmp_path):
     """No write to a buffer is lost."""
 

@@ -240,10 +240,10 @@ class _Maker:
                     f"what {token[0]} compiled can't be stored: leave it out by the setting "
                     "backends",
                 )
-        used = [*dict.fromkeys(site.lowered.region.backend for site in sites), "eager"]
-        settings = resolve(
-            {"settle": "first_call", "backends": [*dict.fromkeys(used)], "cache": False}
-        )
+        used = dict.fromkeys(site.lowered.region.backend for site in sites)
+        used.pop("eager", None)  # it is the last
+        backends = [*used, "eager"]
+        settings = resolve({"settle": "first_call", "backends": backends, "cache": False})
         try:
             return PackedProgram(
                 graph=pack_graph(record, call.captured_graphs),
