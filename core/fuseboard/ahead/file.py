@@ -196,7 +196,7 @@ def _why_not_trusted(path: Path, state: os.stat_result) -> str:
         return ""
     if problem := _writers(state):
         return f"{str(path)!r} {problem}"
-    for place in path.resolve().parents:
+    for place in dict.fromkeys((*path.parents, *path.resolve().parents)):  # of links, too
         found = place.stat()
         # In a directory with the sticky bit nobody removes the files of others.
         if (problem := _writers(found)) and not found.st_mode & stat.S_ISVTX:
