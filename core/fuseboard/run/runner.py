@@ -176,6 +176,11 @@ class Runner:
             self.unproven = calls
             self._go_on()
 
+    @property
+    def is_proving(self) -> bool:
+        """Whether the next calls' results are held against float64, which takes its time."""
+        return bool(self.unproven) and self.budget is not None
+
     def _go_on(self) -> None:
         """After a checked call without a failure."""
         following = plain = self.program.plain(self, self._cloned)
@@ -184,7 +189,7 @@ class Runner:
                 self.program.checked(self, self._cloned, RegionChecks(inputs="watched", again=True))
             )
             following = checked if self._every == 1 else each(self._every, checked, plain)
-        if self.unproven and self.program.context.budget is not None:
+        if self.is_proving:
             held = self._held_to_budget(plain)
             self._run(at_first(self.unproven, held, lambda: self._proven(following)))
         else:

@@ -89,13 +89,14 @@ def _decline(node: Node, reason: str) -> fuseboard.Decline:
 
 
 def _from_placeholders(graph: GraphModule) -> set[Node]:
-    """Graph inputs and views of them: what may turn out to be a weight."""
+    """Graph inputs, views of them and casts: what may turn out to be a weight."""
     found: set[Node] = set()
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             found.add(node)
-        elif node.op == "call_function" and node.all_input_nodes and is_view(node.target):
-            if found.issuperset(node.all_input_nodes):
+        elif node.op == "call_function" and node.all_input_nodes:
+            moves = is_view(node.target) or calls(node, aten._to_copy.default)
+            if moves and found.issuperset(node.all_input_nodes):
                 found.add(node)
     return found
 

@@ -290,12 +290,13 @@ def real_index(node: Node) -> str | None:
 
 
 def attention(node: Node) -> str | None:
-    """No dropout; as many heads in queries, keys and values."""
+    """No dropout; as many heads in keys and values, and in queries, too, if a backward follows."""
     if argument(node, 3, "dropout_p", 0.0) != 0.0:
         return "attention with dropout draws random numbers"
     if argument(node, 4, "is_causal", False) and node.kwargs.get("attn_mask") is not None:
         return "both causal and masked"
-    return _why_odd_heads(*node.args[:3], node.kwargs.get("attn_mask"))
+    grouped = one_result(node) is None
+    return _why_odd_heads(*node.args[:3], node.kwargs.get("attn_mask"), grouped)
 
 
 def one_result(node: Node) -> str | None:
@@ -305,14 +306,22 @@ def one_result(node: Node) -> str | None:
     return None
 
 
-def _why_odd_heads(query: Any, key: Any, value: Any, mask: Any) -> str | None:
+def _why_odd_heads(
+    query: Any, key: Any, value: Any, mask: Any, grouped: bool = False
+) -> str | None:
+    """:param grouped: whether some heads of queries may share one of keys and values."""
     q, k, v, m = map(tensor, (query, key, value, mask))
     assert q is not None
     assert k is not None
     assert v is not None
     if not isinstance(q.shape[-1], int):
         return "heads of symbolic size"
-    if not all(known_equal(q.shape[d], other.shape[d]) for other in (k, v) for d in (0, 1)):
+    heads = (q.shape[1], k.shape[1])
+    shared = (
+        grouped and all(type(size) is int and size for size in heads) and not q.shape[1] % heads[1]
+    )
+    alike = [(q.shape[0], k.shape[0]), (k.shape[0], v.shape[0]), (k.shape[1], v.shape[1])]
+    if not all(known_equal(*pair) for pair in alike) or not (shared or known_equal(*heads)):
         return "queries, keys and values may differ in batch or heads"
     full = (*q.shape[:3], k.shape[2])
     given = () if m is None else zip(reversed(m.shape), reversed(full), strict=False)

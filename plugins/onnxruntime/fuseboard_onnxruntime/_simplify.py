@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 import fuseboard
+from fuseboard_onnxruntime import _conditions
 from fuseboard_onnxruntime._torch_internals import known_true
 
 aten: Any = torch.ops.aten
@@ -55,7 +56,9 @@ def _fits(found: fuseboard.Composite) -> bool:
     if found.results.keys() != {"y"}:
         return False
     if found.name == "attention":
-        return found.form == _ATTENTION
+        return (
+            found.form == _ATTENTION and _conditions.attention(found.results["y"].args[0]) is None
+        )
     x, dims = found.arguments["x"], found.arguments["dims"]
     if not all(isinstance(size, int) for size in x.meta["val"].shape[-dims:]):
         return False
@@ -72,14 +75,14 @@ def _fits(found: fuseboard.Composite) -> bool:
 _LONGEST_ROW = 8192
 
 
-#: What claims are made of; conditions on its operands are those of the op table.
+#: What claims are made of.
 _ATTENTION = str(aten._scaled_dot_product_flash_attention_for_cpu.default)
 
 
 def _attention(
     query: Node, key: Node, value: Node, mask: Any, causal: bool, scale: float, grouped: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    args = (query, key, value, mask, causal, scale)
+    args = (query, key, value, mask, causal, scale, grouped)
     return torch.ops.fuseboard_onnxruntime.attention.default, args
 
 
@@ -105,9 +108,15 @@ def attention(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    grouped: bool,
 ) -> torch.Tensor:
-    """Of (N, H, L, E) and twice (N, H, S, E), in memory as eager's: by position, then by head."""
-    result = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
+    """Of (N, H, L, E) and twice (N, H, S, E), in memory as eager's: by position, then by head.
+
+    :param grouped: keys and values have fewer heads, each for as many of the queries', in order.
+    """
+    result = F.scaled_dot_product_attention(
+        query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped
+    )
     return result.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -64,8 +64,10 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def index_select(self, dim, index):
         return op.Gather(self, _checked(op, index), axis=dim)
 
-    def attention(query, key, value, attn_mask, is_causal, scale):
+    def attention(query, key, value, attn_mask, is_causal, scale, grouped):
         """(N, H, L, E), (N, H, S, E) twice; transposition and scale end up in the product."""
+        if grouped:
+            key, value = (_for_each_head(op, query, one) for one in (key, value))
         scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
         scores = op.Mul(scores, op.CastLike(scale, query))
         if is_causal:
@@ -194,6 +196,19 @@ def translations() -> dict[Any, Callable[..., Any]]:
         aten.gather.default: gather,
         aten.index_select.default: index_select,
     }
+
+
+def _for_each_head(op: Any, query: Any, value: Any) -> Any:
+    """(N, G, S, E) with each head once for each of the query's that share it: (N, H, S, E)."""
+
+    def sizes(of: Any, start: int, end: int) -> Any:
+        return op.Shape(of, start=start, end=end)
+
+    times = op.Div(sizes(query, 1, 2), sizes(value, 1, 2))
+    apart = op.Unsqueeze(value, op.Constant(value_ints=[2]))
+    repeated = op.Expand(apart, op.Concat(sizes(value, 0, 2), times, sizes(value, 2, 4), axis=0))
+    joined = op.Concat(sizes(value, 0, 1), sizes(query, 1, 2), sizes(value, 2, 4), axis=0)
+    return op.Reshape(repeated, joined)
 
 
 def _causal_mask(op: Any, query: Any, key: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from fuseboard.contracts import Composite
 from fuseboard.fuse.composites.definition import Reader, composite, meta, of_items
+from fuseboard.fuse.patterns.matching import same_number
 from fuseboard.ops.attention import attention as own_attention
 from fuseboard.ops.attention_formula import scale_of
 from fuseboard.torch_api.pattern_traces import arguments
@@ -37,11 +38,17 @@ def _attention(node: Node) -> Composite | None:
         "mask": named.get("attn_mask", named.get("attn_bias")),
         "causal": named.get("is_causal", False),
         "scale": scale,
-        "grouped": named.get("enable_gqa", False),
+        # What torch's op becomes doesn't say it, and takes it all the same.
+        "grouped": named.get("enable_gqa", False) or _has_fewer_heads(named["key"], query),
     }
     if not isinstance(node.meta["val"], list | tuple):
         return composite("attention", str(node.target), [node], given, {"y": node})
     return of_items("attention", node, given, ("y", "logsumexp"))
+
+
+def _has_fewer_heads(key: Node, query: Node) -> bool:
+    values = meta(key), meta(query)
+    return all(one.dim() == 4 for one in values) and not same_number(*(v.shape[1] for v in values))
 
 
 def _own(node: Node) -> Composite | None:
