@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fuseboard_mkldnn._quantised_weight import bounds
 from tests.support.backends import compiled, hoisted, last_graph
 from tests.support.values import assert_closer, rnd, strides
 
@@ -82,8 +84,15 @@ MODELS = {
 }
 
 
-def check(model: nn.Module, x: torch.Tensor, kept: int = 0, **options: object) -> list[str]:
-    """The result against eager's and float64's; the names of the rewrites."""
+def check(
+    model: nn.Module, x: torch.Tensor, kept: int | None = None, **options: object
+) -> list[str]:
+    """The result against eager's and float64's; the names of the rewrites.
+
+    :param kept: how many values may be hoisted. None: numbers of 4 bits, as bytes, and no others.
+    """
+    if kept is None:
+        kept = sum(isinstance(one, Int4 | Packed | Symmetric) for one in model.modules())
     with torch.no_grad():
         result = compiled(model, "mkldnn", on_failure="raise", plugins={"mkldnn": options})(x)
         rival = model(x)
@@ -98,7 +107,10 @@ def check(model: nn.Module, x: torch.Tensor, kept: int = 0, **options: object) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_quantised_weight_is_multiplied_without_being_kept_as_floats(name, dtype, shape):
-    """Each way of storing it is found, and as accurate as eager; nothing is hoisted."""
+    """Each way of storing it is found, and as accurate as eager; no float weight is hoisted.
+
+    Numbers of 4 bits are kept as bytes, so that calls needn't unpack them.
+    """
     model = MODELS[name]().to(dtype)
     x = rnd(*shape, model.weight.shape[1] if name == "int8-odd" else K).to(dtype)
     found = check(model, x)
@@ -271,3 +283,28 @@ def test_onnxruntime_does_not_keep_float_weights():
         assert_closer(result, reference=reference, rival=model(x))
     reasons = [node.declined.get("onnxruntime", "") for node in last_graph().nodes]
     assert "ONNX Runtime would keep a quantised weight as floats" in reasons
+
+
+def test_integers_that_fit_a_byte_are_told_from_those_that_may_not():
+    """By what makes them; what a dtype would cut off isn't known."""
+    a, mode = torch.ops.aten, FakeTensorMode()
+    graph = torch.fx.Graph()
+
+    def node(target, *args, dtype, **kwargs):
+        made = graph.call_function(target, args, kwargs) if target else graph.placeholder("x")
+        with mode:
+            made.meta["val"] = torch.empty(4, 8, dtype=dtype)
+        return made
+
+    words = node(None, dtype=torch.int32)
+    small = node(a.bitwise_and.Scalar, words, 15, dtype=torch.int32)
+    signed = node(a.sub.Tensor, small, 8, dtype=torch.int32)
+    byte = node(a._to_copy.default, small, dtype=torch.uint8)
+    wrapped = node(a.sub.Tensor, byte, 8, dtype=torch.uint8)
+    doubled = node(a.sub.Tensor, small, 8, dtype=torch.int32, alpha=2)
+    assert bounds(words) is None
+    assert bounds(small) == bounds(byte) == (0, 15)
+    assert bounds(signed) == (-8, 7)
+    assert bounds(wrapped) == (0, 255)
+    assert bounds(doubled) is None
+    assert bounds(node(a._to_copy.default, signed, dtype=torch.float32)) is None

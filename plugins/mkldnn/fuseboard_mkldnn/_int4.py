@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fuseboard_mkldnn import _ops
 from fuseboard_mkldnn._graph import Editor, aten, calls, tensor
-from fuseboard_mkldnn._quantised_weight import SIZED_VIEWS, QuantisedWeight, untransposed
+from fuseboard_mkldnn._quantised_weight import SIZED_VIEWS, QuantisedWeight, bounds, untransposed
 
 #: The kernel's sizes of groups, and what it has to divide N by on any CPU.
 GROUPS = (32, 64, 128, 256)
@@ -87,24 +87,6 @@ def _unshifted(node: Any) -> Node | None:
     return node if shifted and integers else None
 
 
-def bounds(node: Node) -> tuple[int, int] | None:
-    """The least and the greatest that integers can be, or None where that isn't known."""
-    if calls(node, aten.stack.default, aten.cat.default):
-        parts = [bounds(one) for one in node.args[0]]
-        known = [one for one in parts if one is not None]
-        if len(known) < len(parts):
-            return None
-        return min(low for low, _ in known), max(high for _, high in known)
-    if calls(node, *SIZED_VIEWS, aten.clone.default, aten._to_copy.default):
-        return bounds(node.args[0])
-    unsigned = tensor(node) is not None and tensor(node).dtype == torch.uint8
-    if calls(node, aten.bitwise_and.Scalar) and node.args[1] >= 0:
-        return 0, node.args[1]
-    if calls(node, aten.__rshift__.Scalar) and unsigned:
-        return 0, 255 >> node.args[1]
-    return None
-
-
 def emit(edit: Editor, weight: Grouped, x: Node, product: torch.Tensor) -> Node:
     """The product by ATen's kernel; what it reads is packed outside of calls."""
     n, k, groups = weight.n, weight.k, weight.groups
@@ -133,27 +115,23 @@ def emit(edit: Editor, weight: Grouped, x: Node, product: torch.Tensor) -> Node:
 def calls_to_compare(
     x: torch.Tensor, n: int, groups: int, rows: Callable[..., torch.Tensor]
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], torch.Tensor]:
-    """The kernel, and ``rows(x, bytes, scale)``, on random numbers; and the exact weight."""
+    """The kernel, and ``rows(x, numbers, scale)``, on random ones; and the exact weight."""
     generator, k = torch.Generator().manual_seed(0), x.shape[1]
-    stored = torch.randint(
-        0, 256, (n, k // 2), dtype=torch.uint8, generator=generator, device="cpu"
-    )
+    numbers = torch.randint(0, 16, (n, k), dtype=torch.int32, generator=generator, device="cpu")
     scale = torch.rand(n, groups, 1, generator=generator, device="cpu").to(x.dtype)
     pack, kernel = _ops.int4_product()
-    numbers = torch.stack([stored & 15, stored >> 4], -1).view(n, k)
-    packed = pack(numbers.to(torch.int32), 1)
+    packed = pack(numbers, 1)
     flat = scale.view(n, groups).t()
     both = torch.stack([flat, torch.zeros_like(flat)], -1)
-    exact = unpacked(stored, scale.double())
+    held = (numbers - 8).to(torch.int8).view(n, groups, -1)
+    exact = (held.double() * scale.double()).view(n, k).t()
     found = {
-        "rows": lambda: rows(x, stored, scale),
+        "rows": lambda: rows(x, held, scale),
         "int4": lambda: kernel(x, packed, k // groups, both),
     }
     return found, exact
 
 
-def unpacked(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A weight as (K, N) from two numbers a byte and (N, groups, 1) scales."""
-    numbers = torch.stack([stored & 15, stored >> 4], -1)
-    numbers = numbers.view(len(stored), scale.shape[1], -1)
-    return ((numbers.to(scale.dtype) - 8) * scale).view(len(stored), -1).t()
+def scaled(numbers: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """A weight as (K, N) from its (N, groups, K / groups) integers and (N, groups, 1) scales."""
+    return memory.copy_(numbers).mul_(scale).view(len(numbers), -1).t()

@@ -48,6 +48,8 @@ class QuantisedWeight:
         where it is the same for all of them.
     :ivar scale: one number for each of the N, by which the product is multiplied instead.
     :ivar scaled: the multiplication by ``scale`` that is left out, and what it multiplies.
+    :ivar held: a node with floats → the same numbers as integers of a byte, which are there
+        before. It isn't among ``nodes``.
     """
 
     root: Node
@@ -55,14 +57,30 @@ class QuantisedWeight:
     rows: dict[Node, int | None] = field(default_factory=dict)
     scale: Node | None = None
     scaled: tuple[Node, Node] | None = None
+    held: dict[Node, Node] = field(default_factory=dict)
 
     @property
     def leaves(self) -> list[Node]:
-        """What ``nodes`` read: stored numbers, scales, zero points."""
-        own = set(self.nodes)
+        """What ``nodes`` read, and what is held: stored numbers, scales, zero points."""
+        own = {*self.nodes, *self.held}
         read = dict.fromkeys(used for node in self.nodes for used in node.all_input_nodes)
         done = self.scaled[0] if self.scaled is not None else None
-        return [node for node in read if node not in own and node is not done]
+        left = [node for node in read if node not in own and node is not done]
+        return list(dict.fromkeys([*left, *self.held.values()]))
+
+    def hold(self, floats: Node, integers: Node) -> None:
+        """Read floats from integers of a byte, so that what made the floats isn't needed."""
+        self.held[floats] = integers
+        self.rows[integers] = self.rows[floats]
+        needed, left = set(self.held), [self.root]
+        if self.scaled is not None:
+            left.append(self.scaled[1])
+        while left:
+            node = left.pop()
+            if node not in needed:
+                needed.add(node)
+                left.extend(node.all_input_nodes)
+        self.nodes = [node for node in self.nodes if node in needed and node not in self.held]
 
     def stored_as_int8(self) -> Node | None:
         """The (N, K) integers that are the weight but for its scale, or None."""
@@ -218,12 +236,98 @@ def untransposed(node: Node) -> Node:
     return node
 
 
+@dataclass(frozen=True)
+class Widened:
+    """Floats of a weight that are integers of a byte.
+
+    :ivar floats: the node; ``integers`` minus ``shift``.
+    :ivar low: the least of them.
+    """
+
+    floats: Node
+    integers: Node
+    shift: int
+    low: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8 if self.low < 0 else torch.uint8
+
+
+def widened(weight: QuantisedWeight) -> list[Widened]:
+    """Where a weight's integers become floats, with an 8 that is subtracted afterwards."""
+    found = []
+    for node in weight.nodes:
+        source = node.args[0] if calls(node, aten._to_copy.default) else None
+        if not isinstance(source, Node) or not tensor(node).dtype.is_floating_point:
+            continue
+        limits = bounds(source)
+        if limits is None or weight.rows[node] is None:
+            continue
+        shift, floats = 0, node
+        user = next(iter(node.users)) if len(node.users) == 1 else node
+        if calls(user, aten.sub.Tensor) and user in weight.nodes and user.args[0] is node:
+            if type(user.args[1]) is int and not user.kwargs:
+                shift, floats = user.args[1], user
+        low, high = (limit - shift for limit in limits)
+        if -128 <= low <= high <= (127 if low < 0 else 255):
+            found.append(Widened(floats, source, shift, low))
+    return found
+
+
+def bounds(node: Node) -> tuple[int, int] | None:
+    """The least and the greatest that integers can be, or None where that isn't known."""
+    value = tensor(node)
+    if value is None or value.dtype.is_floating_point or value.dtype == torch.bool:
+        return None
+    found = _bounds(node)
+    limits = torch.iinfo(value.dtype)
+    if found is not None and limits.min <= found[0] <= found[1] <= limits.max:
+        return found
+    return (limits.min, limits.max) if limits.bits == 8 else None
+
+
+def _bounds(node: Node) -> tuple[int, int] | None:
+    """The same, if nothing is cut off."""
+    if calls(node, aten.stack.default, aten.cat.default):
+        parts = [bounds(one) for one in node.args[0]]
+        known = [one for one in parts if one is not None]
+        if len(known) < len(parts):
+            return None
+        return min(low for low, _ in known), max(high for _, high in known)
+    if calls(node, *SIZED_VIEWS, aten.clone.default, aten._to_copy.default):
+        return bounds(node.args[0])
+    if calls(node, aten.bitwise_and.Scalar) and node.args[1] >= 0:
+        return 0, node.args[1]
+    if calls(node, aten.sub.Tensor) and type(node.args[1]) is int and not node.kwargs:
+        limits = bounds(node.args[0])
+        return limits and (limits[0] - node.args[1], limits[1] - node.args[1])
+    if calls(node, aten.__rshift__.Scalar) and tensor(node).dtype == torch.uint8:
+        return 0, 255 >> node.args[1]
+    return None
+
+
+def in_a_byte(integers: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+    """Integers minus a number, which are known to fit."""
+    return integers.to(torch.int16).sub_(shift).to(dtype)
+
+
 def rows_function(weight: QuantisedWeight) -> Callable[..., torch.Tensor]:
-    """What makes some of the N from the same parts of the leaves, as (K, how many)."""
+    """What makes some of the N from the same parts of the leaves, as (K, how many).
+
+    After the leaves it takes memory for the floats of each of ``held``, which it writes over.
+    """
     graph, new = Graph(), {}
     for leaf in weight.leaves:
         new[leaf] = graph.placeholder(leaf.name)
         new[leaf].meta["val"] = tensor(leaf)
+    for floats, integers in weight.held.items():
+        memory = graph.placeholder(f"{floats.name}_memory")
+        memory.meta["val"] = tensor(floats)
+        new[floats] = graph.call_function(torch.Tensor.copy_, (memory, new[integers]))
+        new[floats].meta["val"] = tensor(floats)
+        if weight.scaled is not None and floats is weight.scaled[1]:
+            new[weight.scaled[0]] = new[floats]
     for node in weight.nodes:
         made = new[node] = graph.node_copy(node, new.__getitem__)
         made.meta = {"val": tensor(node)}
@@ -250,7 +354,7 @@ def _overwrite(graph: GraphModule) -> None:
         source = node.args[0] if node.args else None
         if node.op != "call_function" or value is None:
             continue
-        if not is_view(node.target):
+        if node.target is torch.Tensor.copy_ or not is_view(node.target):
             fresh.add(node)
         elif source in fresh and len(source.users) == 1:
             fresh.add(node)

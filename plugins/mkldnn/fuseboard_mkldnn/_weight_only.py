@@ -7,7 +7,7 @@ rounds the activations isn't taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,10 @@ from fuseboard_mkldnn._pack import COMPARED_ROWS, LARGEST_WORK, Budget, error_of
 from fuseboard_mkldnn._quantised_weight import (
     QuantisedWeight,
     depend_on_integers,
+    in_a_byte,
     quantised_weight,
     rows_function,
+    widened,
 )
 
 #: Bytes of all that is made of some rows: they stay in the cache.
@@ -177,7 +179,8 @@ def _int4_calls(
     """As :func:`_calls`, for some of the N."""
     n, k = min(four.n, COMPARED_COLUMNS), four.k
     m = max(1, min(m, LARGEST_WORK // (k * n)))
-    rows = RowProduct(_int4.unpacked, (0, 0), n, 5 * k * dtype.itemsize)
+    memory = ((n, four.groups, k // four.groups), dtype, 0)
+    rows = RowProduct(_int4.scaled, (0, 0), n, 2 * k * dtype.itemsize, [memory])
     with fuseboard.real_tensors():
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(m, k, generator=generator, device="cpu").to(dtype)
@@ -200,7 +203,8 @@ def _calls(
             -128, 128, (n, k), dtype=torch.int8, generator=generator, device="cpu"
         )
         scale = torch.rand(n, generator=generator, device="cpu").to(dtype)
-        rows = RowProduct(lambda part: part.to(dtype).t(), (0,), n, k * dtype.itemsize)
+        memory = ((n, k), dtype, 0)
+        rows = RowProduct(_floats, (0,), n, k * dtype.itemsize, [memory])
         found = {
             "rows": lambda: rows(x, integers).mul_(scale),
             "int8": lambda: _ops.int8_product()(x, integers, scale),
@@ -213,12 +217,18 @@ def _calls(
     return found
 
 
+def _floats(integers: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return memory.copy_(integers).t()
+
+
 class RowProduct:
     """A product with a weight that is made some rows at a time. It is called as an op is.
 
     :param make: makes columns of the weight, (K, how many), of the same parts of its leaves.
     :param dims: the dimension of each leaf that holds the N; None where it is read as a whole.
     :param row_bytes: the bytes of all that ``make`` makes of one row.
+    :param memory: shape, dtype and dimension that holds the N of tensors that ``make`` takes after
+        the leaves and writes over: memory that is new in each turn would take longer.
     """
 
     __name__ = "row_product"
@@ -230,21 +240,28 @@ class RowProduct:
         dims: tuple[int | None, ...],
         n: int,
         row_bytes: int,
+        memory: Sequence[tuple[Sequence[int], torch.dtype, int]] = (),
     ) -> None:
         self._make = make
         self._dims = dims
         self._n = n
         self._rows = max(1, min(n, BLOCK_BYTES // max(row_bytes, 1)))
+        self._memory = [
+            ([self._rows if at == dim else size for at, size in enumerate(shape)], dtype, dim)
+            for shape, dtype, dim in memory
+        ]
 
     def __call__(self, x: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
         """``x`` is (M, K), the result (M, N)."""
         result = x.new_empty(x.shape[0], self._n)
+        memory = [(x.new_empty(shape, dtype=dtype), dim) for shape, dtype, dim in self._memory]
         for start in range(0, self._n, self._rows):
             count = min(self._rows, self._n - start)
             parts = [
                 leaf if dim is None else leaf.narrow(dim, start, count)
                 for leaf, dim in zip(leaves, self._dims, strict=True)
             ]
+            parts += [one.narrow(dim, 0, count) for one, dim in memory]
             torch.mm(x, self._make(*parts), out=result.narrow(1, start, count))
         return result
 
@@ -261,10 +278,21 @@ def _apply(one: WeightOnly, kernel: str) -> None:
         four = _int4.grouped(weight)
         result = _int4.emit(edit, four, x, product)
     else:
+        for part in widened(weight):
+            integers = part.integers
+            if part.shift or tensor(integers).dtype != part.dtype:
+                held = tensor(integers).to(part.dtype)
+                integers = edit.call(in_a_byte, (integers, part.shift, part.dtype), held)
+            weight.hold(part.floats, integers)
         leaves = weight.leaves
-        made = sum(tensor(node).nbytes for node in weight.nodes if not is_view(node.target))
+        memory = [
+            (tuple(tensor(floats).shape), tensor(floats).dtype, weight.rows[floats])
+            for floats in weight.held
+        ]
+        made = sum(tensor(floats).nbytes for floats in weight.held)
+        made += sum(tensor(node).nbytes for node in weight.nodes if not is_view(node.target))
         dims = tuple(weight.rows[leaf] for leaf in leaves)
-        target = RowProduct(rows_function(weight), dims, n, made // n)
+        target = RowProduct(rows_function(weight), dims, n, made // n, memory)
         result = edit.call(target, (x, *leaves), product)
         if weight.scale is not None:
             flat = tensor(weight.scale).reshape(n)
