@@ -84,6 +84,23 @@ def test_the_batch_may_change(linear, size):
     torch.testing.assert_close(fuseboard.load(path)(x), model(x).detach())
 
 
+@pytest.mark.parametrize("given", ["position", "name"])
+def test_arguments_may_be_containers(tmp_path, given):
+    """As many leaves as arguments doesn't mean that each argument is one."""
+
+    def added(pair, nothing):
+        return {"sum": pair[0] + pair[1], "nothing": nothing}
+
+    fuseboard.package(added, ((torch.randn(3), torch.randn(3)), []), tmp_path / "added.fbp")
+    packaged = fuseboard.load(tmp_path / "added.fbp")
+    args = ((torch.ones(3), torch.ones(3)), [])
+    result = packaged(*args) if given == "position" else packaged(nothing=args[1], pair=args[0])
+    assert result["sum"].tolist() == [2, 2, 2]
+    assert result["nothing"] == []
+    with pytest.raises(TypeError):
+        packaged(torch.ones(3), torch.ones(3))
+
+
 def test_several_backends_and_random_numbers(tmp_path):
     """Eager draws the numbers, and comes before the backend that computes with them."""
 

@@ -93,6 +93,7 @@ class PackagedModel:
         self.fit = Fit(interface.signature, interface.symbols)
         self._run = run
         self.weights = weights
+        self._weights = tuple(weights.values())
         self._condition = condition
         self._holds = None if condition is None else condition.holds()
         self._lock = fork_safe_lock()
@@ -109,7 +110,7 @@ class PackagedModel:
         leaves = self.fit.leaves(args, kwargs)
         sizes, tensors = self.fit.inputs(leaves)
         _refuse_surroundings()
-        inputs = [*sizes, *self.weights.values(), *tensors]
+        inputs = [*sizes, *self._weights, *tensors]
         if self._holds is not None and not self._holds(inputs):
             assert self._condition is not None
             raise ValueError(f"the package is for calls where {self._condition.described()}")

@@ -163,6 +163,13 @@ class Fit:
     def __init__(self, signature: Signature, symbols: Sequence[str]) -> None:
         self._signature = signature
         self._structure = signature.structure
+        given = signature.arguments
+        #: Each argument is a leaf and may be given by position: calls that do so are quick.
+        self._flat = (
+            given.positional is None
+            and given.parameters[: len(given.names)] == given.names
+            and all(one.is_leaf() for one in signature.structure.child(1).children())
+        )
         self._symbols = tuple(symbols)
         self._dtypes = [
             getattr(torch, leaf.dtype) if leaf.dtype else None for leaf in signature.leaves
@@ -177,6 +184,8 @@ class Fit:
 
         :raises TypeError: they have another structure.
         """
+        if self._flat and not kwargs and len(args) == len(self._signature.leaves):
+            return list(args)  # what isn't a leaf isn't what a leaf has to be
         given = self._signature.arguments.of_call(args, kwargs)
         leaves, structure = tree_flatten(given)
         if structure != self._structure:
