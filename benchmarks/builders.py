@@ -272,6 +272,16 @@ def mobilenet_v2(batch: int) -> Workload:
     return Workload(calibrate(Call(model, "logits", "pixel_values"), inputs[0]), inputs)
 
 
+def convnext_tiny(batch: int) -> Workload:
+    model = from_config(
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        num_labels=1000,
+        layer_scale_init_value=0.5,  # else each block adds next to nothing
+    ).eval()
+    return Workload(Call(model, "logits", "pixel_values"), _images(batch, 224))
+
+
 def vit_b16(batch: int) -> Workload:
     model = from_config("ViTForImageClassification", "ViTConfig", num_labels=1000).eval()
     return Workload(Call(model, "logits", "pixel_values"), _images(batch, 224))

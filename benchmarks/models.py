@@ -76,6 +76,12 @@ _MODELS = (
     Model("resnet50-b1", "ResNet-50, 1x3x224x224", "resnet50", {"batch": 1}),
     Model("resnet50-b4", "ResNet-50, 4x3x224x224", "resnet50", {"batch": 4}),
     Model("mobilenet-v2-b1", "MobileNetV2, 1x3x224x224", "mobilenet_v2", {"batch": 1}),
+    Model(
+        "convnext-tiny-b1",
+        "ConvNeXt-tiny, 1x3x224x224: depthwise 7x7, norms over channels, GELU",
+        "convnext_tiny",
+        {"batch": 1},
+    ),
     Model("vit-b16-b1", "ViT-B/16, 1x3x224x224", "vit_b16", {"batch": 1}),
     Model(
         "train-nanogpt",

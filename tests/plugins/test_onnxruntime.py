@@ -473,6 +473,17 @@ def test_random_numbers_are_eagers():
     assert any("random" in reason for reason in reasons)
 
 
+def test_a_normalised_result_stays_in_its_model():
+    """Its least divisor, ``clamp_min``, cuts no graph in two."""
+    layer = nn.Linear(8, 8)
+    x = rnd(3, 8)
+    with torch.no_grad():
+        result = through(lambda x: nn.functional.normalize(layer(x), dim=-1))(x)
+        torch.testing.assert_close(result, nn.functional.normalize(layer(x), dim=-1))
+    (region,) = last_graph().regions
+    assert region.backend == "onnxruntime"
+
+
 def test_pointwise_work_is_not_native():
     """A chain alone goes to a later backend that gains by it."""
 

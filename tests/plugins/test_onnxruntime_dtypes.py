@@ -162,6 +162,10 @@ SPECIAL_CALLS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
         [torch.tensor([-2.0, -0.0, 0.0, torch.inf, -torch.inf, torch.nan])],
     ),
     "bounds of floats": (lambda x: x.clamp(-0.5, 2.5), [cases.ints(5, 7)]),
+    "one bound of floats": (
+        lambda x: (x.clamp_min(-0.5), x.clamp_max(2.5)),
+        [cases.ints(5, 7)],
+    ),
     "bounds of booleans": (lambda x: x.clamp(0, 3), [cases.flags(5, 7)]),
 }
 

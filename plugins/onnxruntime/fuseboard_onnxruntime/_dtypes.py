@@ -55,6 +55,8 @@ TO_RESULT = frozenset(
         aten.remainder.Tensor,
         aten.remainder.Scalar,
         aten.clamp.default,
+        aten.clamp_min.default,
+        aten.clamp_max.default,
         aten.fmod.Tensor,
         aten.floor_divide.default,
         aten.rsub.Scalar,

@@ -37,7 +37,7 @@ TABLE: tuple[tuple[str, when.Condition | None], ...] = (
         "add.Tensor add.Scalar sub.Tensor rsub.Scalar mul.Tensor maximum minimum neg sign",
         when.no_bool,
     ),
-    ("clamp", when.no_bool),
+    ("clamp clamp_min clamp_max", when.no_bool),
     ("bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not", None),
     ("div.Tensor", None),
     ("remainder.Scalar floor_divide", when.safe_division),

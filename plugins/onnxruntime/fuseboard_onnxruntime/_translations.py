@@ -190,6 +190,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
         **dict(zip(_quantised.ops(), (quantize, dequantize, dequantize_channels), strict=False)),
         aten.sign.default: sign,
         aten.clamp.default: clamp,
+        aten.clamp_min.default: clamp,
+        aten.clamp_max.default: lambda self, max: clamp(self, max=max),
         aten.pow.Tensor_Scalar: power,
         aten._native_batch_norm_legit_no_training.default: batch_norm,
         aten.embedding.default: embedding,
