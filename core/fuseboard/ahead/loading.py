@@ -28,7 +28,7 @@ from fuseboard.workshop.carried import Graphs, run_carried
 def load(
     path: str | Path, *, trust: bool = False, fallback: Literal["compile"] | None = None
 ) -> PackagedModel | CompiledPackage:
-    """The model in a package, without Dynamo, AOTAutograd or a compiler.
+    """The model in a package; nothing is traced or compiled.
 
     The file is mapped, and has to stay as it is for as long as the model lives.
 
