@@ -13,6 +13,7 @@ from rich.table import Table
 
 from benchmarks import (
     budget,
+    budget_models,
     claims,
     compile_time,
     decode,
@@ -227,11 +228,11 @@ def losses_command(
 @app.command("decode")
 def decode_command(
     models: Annotated[str, typer.Option(help="Names, separated by commas.")] = "",
-    caches: Annotated[str, typer.Option(help="static, dynamic.")] = ",".join(decode.CACHES),
+    caches: Annotated[str, typer.Option(help="static, dynamic.")] = decode.CACHES[0],
     out: Out = RESULTS,
 ) -> None:
     """Tokens a second of transformers' generate, and what the first token takes."""
-    chosen = _split(models) or decode.installed_models()
+    chosen = _split(models) or decode.installed_models()[-1:]
     for option, names, known in (
         ("--models", chosen, decode.MODELS),
         ("--caches", _split(caches), decode.CACHES),
@@ -254,15 +255,15 @@ def decode_command(
 @app.command("budget")
 def budget_command(
     models: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(
-        budget.NAMES
+        budget_models.NAMES
     ),
     out: Out = RESULTS,
 ) -> None:
     """Errors on inputs that weren't seen, within each budget of accuracy and each format."""
     chosen = _split(models)
-    if unknown := sorted(set(chosen) - set(budget.NAMES)):
+    if unknown := sorted(set(chosen) - set(budget_models.NAMES)):
         raise typer.BadParameter(
-            f"{unknown[0]!r}: one of {', '.join(budget.NAMES)}", param_hint="--models"
+            f"{unknown[0]!r}: one of {', '.join(budget_models.NAMES)}", param_hint="--models"
         )
     machine = _begin()
     done: list[budget.Budgeted] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import decode
+from benchmarks.cli import app
 from benchmarks.decode import ARMS, TOKENS, Decoded, Decoding, decoding_finding, decoding_table
 
 
@@ -40,3 +42,10 @@ def test_what_must_hold():
 def test_the_program_is_one():
     """It compiles."""
     compile(decode._PROGRAM, "program", "exec")
+
+
+def test_models_and_caches_are_names():
+    """The command can be read, as all that stand beside it, and tells what there is."""
+    answer = CliRunner().invoke(app, ["decode", "--caches", "sliding"])
+    assert answer.exit_code == 2
+    assert "one of static, dynamic" in " ".join(answer.output.split())
