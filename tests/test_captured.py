@@ -104,6 +104,42 @@ def test_resizing_by_a_factor_takes_the_pixels_that_eager_takes():
     assert whats_wrong()
 
 
+TRANSPOSED = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "layer norm": lambda x: F.layer_norm(x, (5,)),
+    "softmax": lambda x: x.softmax(-1),
+}
+aten = torch.ops.aten
+APART = get_decompositions(
+    [
+        *(aten._native_batch_norm_legit_functional, aten._native_batch_norm_legit),
+        *(aten.native_layer_norm, aten._softmax),
+    ]
+)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_what_ops_are_taken_apart_into_lies_as_they_do(name, dynamic):
+    """Results have the kernel's strides; of symbolic sizes Dynamo's graph runs where they don't."""
+
+    def run(x):
+        return TRANSPOSED[name](x.transpose(1, 2))
+
+    x, weights = rnd(3, 5, 4).requires_grad_(), rnd(3, 4, 5, seed=1)
+    with plugged("apart", decompositions=lambda: APART) as backend:
+        result = compiled(run, backend, dynamic=dynamic)(x)
+        (gradient,) = torch.autograd.grad((result * weights).sum(), x)
+    exact = x.detach().double().requires_grad_()
+    want = run(exact)
+    assert result.stride() == run(x).stride()
+    torch.testing.assert_close(result, want.float())
+    (exact_gradient,) = torch.autograd.grad((want * weights).sum(), exact)
+    torch.testing.assert_close(gradient, exact_gradient.float())
+    if not dynamic:
+        assert not all_trips()
+
+
 def test_bytes_that_are_resized_are_rounded_as_eager_rounds_them():
     """Ties go another way in what AOTAutograd captures, which disturbed roundings don't excuse."""
 

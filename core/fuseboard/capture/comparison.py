@@ -28,6 +28,7 @@ from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.rules import reached_by
 from fuseboard.profile.judge.same_results import Disturbances, difference
 from fuseboard.profile.judge.spread import Spread
+from fuseboard.profile.judge.verify import misplaced
 from fuseboard.run.captured_graph import CapturedGraph, all_running
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import internals as torch_internals
@@ -94,7 +95,7 @@ class CaptureCheck:
             spreads = disturbed.spreads(name)
             if problem := difference(value, want[name], spreads, exact=name in whole):
                 return f"{name} {problem}"
-        return ""
+        return _misplacement(want, got)
 
     def difference_as_it_runs(self, inputs: Sequence[Any], spreads: Spreads) -> str:
         """Where what runs the calls, whatever it is by now, parts from Dynamo's graph; "" if not.
@@ -285,6 +286,15 @@ def _is_plain(node: Node) -> bool:
     if isinstance(target, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
         return True  # what these do, AOTAutograd's graph tells
     return (getattr(target, "__module__", None) or "torch").split(".")[0] in _PLAIN
+
+
+def _misplacement(want: dict[str, Any], got: dict[str, Any]) -> str:
+    """What is wrong with the strides of results of the call; those of gradients may be any."""
+    for name, value in want.items():
+        tensors = isinstance(value, torch.Tensor) and isinstance(got[name], torch.Tensor)
+        if tensors and name.startswith("output ") and (problem := misplaced(value, got[name])):
+            return f"{name} {problem}"
+    return ""
 
 
 def _whole_results(graph: GraphModule) -> frozenset[str]:

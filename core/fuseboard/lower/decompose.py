@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from fuseboard.torch_api import internals as torch_internals
-from fuseboard.torch_api.retracing import retrace
+from fuseboard.torch_api.retracing import beside_the_trace, retrace
 
 
 def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> GraphModule:
@@ -35,6 +36,54 @@ def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> Graph
         after.meta.update(before.meta)
     _keep_strides(graph, lowered)
     return lowered
+
+
+def keeping_layout(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """A table whose results lie in memory as those of the ops do.
+
+    Kernels of norms and of softmax make row-major results of tensors that lie otherwise, while what
+    they are taken apart into keeps the order of dimensions. A joint graph is captured with a table,
+    so nobody has the strides of its outputs from before.
+    """
+    return {
+        op: partial(_laid_out, op, decomposition)
+        if isinstance(op, torch._ops.OpOverload)
+        else decomposition
+        for op, decomposition in table.items()
+    }
+
+
+def _laid_out(op: Any, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    results = decomposition(*args, **kwargs)
+    if results is NotImplemented or not any(map(_is_reordered, tree_leaves((args, kwargs)))):
+        return results
+    wanted = beside_the_trace(op, *args, **kwargs)
+    if isinstance(results, torch.Tensor):
+        return _laid_out_as(wanted, results)
+    if not isinstance(results, tuple | list):
+        return results
+    laid_out = list(map(_laid_out_as, wanted, results))
+    return laid_out if type(results) is list else tuple(laid_out)  # which may have names
+
+
+def _is_reordered(value: Any) -> bool:
+    """Whether a tensor is known to lie otherwise than row-major; nothing is added to guards."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    known = all(isinstance(number, int) for number in (*value.shape, *value.stride()))
+    return known and not value.is_contiguous()
+
+
+def _laid_out_as(wanted: Any, result: Any) -> Any:
+    order = _order_to_copy(wanted, result)
+    if order is None:
+        return result
+    copied = result.permute(order).clone(memory_format=torch.contiguous_format)
+    return copied.permute(_inverse(order))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _keep_strides(graph: GraphModule, lowered: GraphModule) -> None:
@@ -85,11 +134,10 @@ def _order_to_copy(before: Any, after: Any) -> list[int] | None:
 def _copied(graph: GraphModule, node: Node, order: list[int]) -> Node:
     """A copy whose dimensions lie in memory in this order."""
     aten = torch.ops.aten
-    back = sorted(range(len(order)), key=order.__getitem__)
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (aten.permute.default, (order,), {}),
         (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
-        (aten.permute.default, (back,), {}),
+        (aten.permute.default, (_inverse(order),), {}),
     ]
     for target, args, kwargs in steps:
         value = node.meta["val"]
@@ -133,7 +181,7 @@ def raised_in(table: Mapping[Any, Callable[..., Any]], error: BaseException) -> 
     codes = set()
     for decomposition in table.values():
         function = inspect.unwrap(decomposition)
-        while isinstance(function, functools.partial):
+        while isinstance(function, partial):
             function = inspect.unwrap(function.func)
         codes.add(getattr(function, "__code__", None))
     frames = traceback.walk_tb(error.__traceback__)

@@ -19,6 +19,7 @@ from fuseboard.capture.original import fix_negative_bases, forward_of
 from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import LoweringError, PluginError, containable
+from fuseboard.lower.decompose import keeping_layout
 from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
@@ -162,7 +163,7 @@ class GraphCall:
                 self.pipeline.contain_at_capture(info.name, error)
                 continue
             wanted = {**(table or {}), **wanted}
-        return {**mixed_norms.decompositions(), **wanted}
+        return keeping_layout({**mixed_norms.decompositions(), **wanted})
 
     def capture_check_of(self, compiled: Run) -> CaptureCheck:
         as_many = self.input_count == len(self.graph.graph.find_nodes(op="placeholder"))

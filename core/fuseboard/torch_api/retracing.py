@@ -41,6 +41,14 @@ def retrace(
         return make_fx(_Retracer(graph).run, decomposition_table=table)(*inputs)
 
 
+def beside_the_trace(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an op gives for values that are being traced, with no node for it."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with disable_proxy_modes_tracing():
+        return op(*args, **kwargs)
+
+
 class _Retracer(torch.fx.Interpreter):
     """Runs a graph in which ops fall into others, whose results may lie otherwise in memory.
 
