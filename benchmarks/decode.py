@@ -36,7 +36,7 @@ ARMS: dict[str, dict[str, object] | None] = {
 CACHES = ("static", "dynamic")
 MODELS = ("llama", "smollm2")
 #: A prompt and what follows it; texts that count; until a graph is decided at most so long.
-PROMPT, TOKENS, TEXTS, LIMIT_S = 16, 64, 3, 130.0
+PROMPT, TOKENS, TEXTS, LIMIT_S = 16, 64, 3, 110.0
 
 _PROGRAM = """
 import json, sys, time
