@@ -39,13 +39,8 @@ def doubled(inputs):
     }
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("which", MODELS)
-@pytest.mark.thorough
-def test_models_of_the_transformers_library(which, train):
+def assert_found_and_exact(model, inputs, count, train):
     """Each attention is found; values and gradients are as exact as eager's."""
-    pytest.importorskip("transformers")
-    model, inputs, count = eager_model(which)
     model.train(train)
     others = copy.deepcopy(model), copy.deepcopy(model).double()
     with torch.set_grad_enabled(train):
@@ -63,21 +58,24 @@ def test_models_of_the_transformers_library(which, train):
     assert not all_trips()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("which", "train"), zip(MODELS, cycle([True, False])))
-def test_it_is_found_at_base_size(which, train):
-    """In a layer of the width, heads and tokens of images and sound that models have.
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.thorough
+def test_models_of_the_transformers_library(which, train):
+    """Two narrow layers of each."""
+    pytest.importorskip("transformers")
+    model, inputs, count = eager_model(which)
+    assert_found_and_exact(model, inputs, count, train)
 
-    Each model in training or in inference: small ones show above that it is found in both.
-    """
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.slow
+def test_a_layer_of_base_size(which, train):
+    """Of the width, heads and tokens of images and sound that models have."""
     pytest.importorskip("transformers")
     model, inputs, count = base_model(which)
-    model.train(train)
-    with torch.set_grad_enabled(train):
-        results = [one(**inputs)[0] for one in (compiled(model), model)]
-    assert found() == count
-    assert not all_trips()
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert_found_and_exact(model, inputs, count, train)
 
 
 # --- what is saved for the backward ---------------------------------------------------------------

@@ -95,7 +95,12 @@ DROPOUT: dict[str, dict[str, Any]] = {
 _WIDE = {"num_hidden_layers": 1, "num_attention_heads": 12, "hidden_size": 768}
 _WIDE_DENSE = {**_WIDE, "intermediate_size": 3072}
 _WIDE_LLAMA = {**_WIDE_DENSE, "num_key_value_heads": 4}
-_WIDE_IMAGES = {"pixel_values": torch.zeros(1, 3, 224, 224)}
+_WIDE_IMAGES = {
+    "pixel_values": torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(4))
+}
+_WIDE_SOUND = {
+    "input_features": torch.randn(1, 80, 3000, generator=torch.Generator().manual_seed(5))
+}
 #: One layer of each, as wide as the base size has it: its fields, and inputs where others are
 #: needed, and the number of attentions.
 BASE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
@@ -131,7 +136,7 @@ BASE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
             **{"d_model": 512, "encoder_layers": 1, "encoder_attention_heads": 8},
             **{"encoder_ffn_dim": 2048, "num_mel_bins": 80, "max_source_positions": 1500},
         },
-        {"input_features": torch.zeros(1, 80, 3000)},
+        _WIDE_SOUND,
         1,
     ),
 }
