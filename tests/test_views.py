@@ -78,6 +78,9 @@ FORMATTED = {
     )[0],
     "roll": lambda x: aten.roll(x, [1, 1], [0, 1]),
     "channel_shuffle": lambda x: aten.channel_shuffle(x, 2) if x.dim() > 2 else x,
+    "mse_loss": lambda x: aten.mse_loss_backward(W[0], x, x.contiguous(), 1),
+    "smooth_l1_loss": lambda x: aten.smooth_l1_loss_backward(W[0], x, x.contiguous(), 1, 1.0),
+    "huber_loss": lambda x: aten.huber_loss_backward(W[0], x, x.contiguous(), 1, 1.0),
 }
 LAID_OUT = {
     "rows": rnd(4, 8, 5),
@@ -102,6 +105,20 @@ def test_fake_results_in_a_memory_format_lie_as_real_ones(op, given):
         fake = FORMATTED[op](mode.from_tensor(x))
     assert fake.shape == real.shape
     assert fake.stride() == real.stride()
+
+
+def test_a_codebook_is_trained_as_captured():
+    """The gradient of a loss of permuted codes is viewed in the backward, as eager's can be."""
+
+    def loss(codes, x):
+        return torch.nn.functional.mse_loss(codes.view(2, 4, 4, 8).permute(0, 3, 1, 2), x)
+
+    codes, x = rnd(32, 8).requires_grad_(), rnd(2, 8, 4, 4, seed=1)
+    (got,) = torch.autograd.grad(compiled(loss)(codes, x), codes)
+    exact = codes.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(loss(exact, x.double()), exact)
+    torch.testing.assert_close(got, want.float())
+    assert not all_trips()
 
 
 def test_symbolic_strides_are_found_without_guards():

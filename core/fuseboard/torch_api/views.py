@@ -15,7 +15,9 @@ of ``aten/src/ATen/TensorUtils.cpp``.
 as channels last, whichever their input is nearer to; their decompositions, which torch takes for
 fake kernels, keep any order of dimensions. Behind ``norm(x.transpose(1, 2)).transpose(1, 2)`` a
 linear layer then views what is no view in eager, and the captured graph raises. The decompositions
-of ``roll`` and ``channel_shuffle`` are row-major where the kernels are channels last. Found by
+of ``roll`` and ``channel_shuffle`` are row-major where the kernels are channels last, and gradients
+of some losses keep an order where the kernels' are row-major: behind ``mse_loss(codes[i].permute(0,
+3, 1, 2), z)`` of a VQ-VAE the backward views what is no view in eager. Found by
 calling both on tensors that lie in several ways, with torch 2.13; fake tensors take decompositions
 in ``FakeTensorMode._dispatch_impl`` of ``torch/_subclasses/fake_tensor.py``.
 """
@@ -34,8 +36,9 @@ import torch
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
-#: Ops whose first result has the memory format of an argument on CPU → the argument's position.
-_IN_FORMAT_OF: dict[Any, int] = {
+#: Ops whose first result has the memory format of an argument on CPU → the argument's position;
+#: None: it is row-major.
+_IN_FORMAT_OF: dict[Any, int | None] = {
     torch.ops.aten.native_batch_norm.default: 0,
     torch.ops.aten._native_batch_norm_legit.default: 0,
     torch.ops.aten._native_batch_norm_legit.no_stats: 0,
@@ -44,6 +47,9 @@ _IN_FORMAT_OF: dict[Any, int] = {
     torch.ops.aten.native_batch_norm_backward.default: 1,
     torch.ops.aten.roll.default: 0,
     torch.ops.aten.channel_shuffle.default: 0,
+    torch.ops.aten.mse_loss_backward.default: None,
+    torch.ops.aten.smooth_l1_loss_backward.default: None,
+    torch.ops.aten.huber_loss_backward.default: None,
 }
 
 #: Whether fake results have eager's strides here; None where nobody has said so.
@@ -154,7 +160,7 @@ def _with_eager_strides(fake: Callable[..., Any]) -> Callable[..., Any]:
     return view
 
 
-def _in_format_of(position: int, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+def _in_format_of(position: int | None, decomposition: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel: the decomposition, as torch has it, with the kernel's strides where wanted."""
 
     def compute(mode: Any, op: Any, *args: Any, **keywords: Any) -> Any:
@@ -163,7 +169,12 @@ def _in_format_of(position: int, decomposition: Callable[..., Any]) -> Callable[
             if not _are_wanted():
                 return results
             first = results[0] if isinstance(results, tuple) else results
-            strides = _strides_in_format(args[position]) if first is not None else None
+            if first is None:
+                return results
+            if position is not None:
+                strides = _strides_in_format(args[position])
+            else:
+                strides = _ordered(first.shape, range(first.dim())) if _is_on_cpu(first) else None
             if strides is None or list(map(str, strides)) == list(map(str, first.stride())):
                 return results
             laid_out = first.new_empty_strided(first.shape, strides)
@@ -179,7 +190,7 @@ def _strides_in_format(like: torch.Tensor) -> list[Any] | None:
 
     Symbolic strides are compared as they are written, so that no guard is added.
     """
-    if like.device.type != "cpu":
+    if not _is_on_cpu(like):
         return None
     plain = all(isinstance(number, int) for number in (*like.shape, *like.stride()))
     row_major = _ordered(like.shape, range(like.dim()))
@@ -195,6 +206,10 @@ def _strides_in_format(like: torch.Tensor) -> list[Any] | None:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     wanted = torch._prims_common.suggest_memory_format(like)
     return channels_last if wanted == formats[like.dim()] else row_major
+
+
+def _is_on_cpu(value: torch.Tensor) -> bool:
+    return value.device.type == "cpu"
 
 
 def _same_order(value: torch.Tensor, strides: Sequence[Any]) -> bool:
