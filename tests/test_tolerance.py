@@ -207,6 +207,22 @@ def test_what_is_beyond_the_budget_is_refused_with_its_error():
 
 
 @pytest.mark.usefixtures("has_bfloat16")
+def test_what_hardly_is_within_the_budget_is_refused():
+    """Other inputs have other errors, and one beyond the budget would end it for good."""
+    model, x = mlp(), torch.randn(8, 64)
+    with torch.no_grad():
+        compiled(model, tolerance=1e-2)(x)
+        error = row().error
+        assert row().state != "inexact"
+        assert torch.equal(compiled(model, tolerance=error / 0.9)(x), model(x))
+    assert (row().state, row().error) == ("inexact", error)
+    assert "more than 0.8 of the tolerance" in row().problem
+    with torch.no_grad():
+        compiled(model, tolerance=error / 0.7)(x)
+    assert (row().state != "inexact", row().error) == (True, error)
+
+
+@pytest.mark.usefixtures("has_bfloat16")
 def test_each_result_is_held_to_the_budget():
     """A small result with a large error isn't hidden by a large one with a small error."""
 

@@ -24,9 +24,9 @@ from fuseboard.torch_api.internals import real_tensors
 
 #: So many versions of a graph are run at most, that with all places narrowed among them.
 JUDGINGS = 8
-#: The share of the budget that may be used up. Other inputs have other errors, and the first one
-#: that is beyond the budget ends a program for good.
-HEADROOM = 0.75
+#: The share of the budget that a part may use up: a little less than a candidate's, whose backend
+#: may round otherwise than these runs.
+SHARE_OF_PART = 0.75
 
 #: The names of the nodes that one rewrite narrows.
 Place = tuple[str, ...]

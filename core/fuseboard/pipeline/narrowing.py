@@ -16,7 +16,7 @@ from fuseboard.errors import ContractError, LoweringError, PluginError
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
 from fuseboard.partition.pins import Pins
-from fuseboard.pipeline.mixing import HEADROOM, Judge, Part, Place, by_worth, largest_part
+from fuseboard.pipeline.mixing import SHARE_OF_PART, Judge, Part, Place, by_worth, largest_part
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.accuracy import Budget, Metric, NotMeasured
 from fuseboard.profile.judge.rewrites import example_values, other_ends
@@ -221,11 +221,13 @@ class Narrower:
         try:
             error = judge.error(version.graph)
             version = replace(version, error=error)
-            if not budget.excess(error) or len(version.places) < 2:
+            if not budget.excess_at_choice(error) or len(version.places) < 2:
                 return [version]
             places, errors = by_worth(graph, version.graph, version.places, judge.inputs)
             part = largest_part(
-                places, lambda some: judge.error(version.only(some)), HEADROOM * budget.tolerance
+                places,
+                lambda some: judge.error(version.only(some)),
+                SHARE_OF_PART * budget.tolerance,
             )
         except NotMeasured:  # the choice tells it
             return [version]

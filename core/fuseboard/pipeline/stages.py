@@ -436,7 +436,7 @@ class Pipeline:
                 if candidate.dynamo_site is not None:
                     runner.uncompiled = candidate.dynamo_site.lowered.call
             if narrowed is not None and narrowed.error is not None:
-                if problem := narrowed.budget.excess(narrowed.error):
+                if problem := narrowed.budget.excess_at_choice(narrowed.error):
                     candidate.drop("inexact", problem)  # it needn't be lowered to be found so
             plans[candidate] = cut_plan
         waiting = "no candidate has been compared yet"

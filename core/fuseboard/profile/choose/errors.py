@@ -37,7 +37,7 @@ class Errors:
         budget = candidate.context.budget
         try:
             error = candidate.row.error = self.of(results)
-            problem = budget.excess(error) if budget is not None else ""
+            problem = budget.excess_at_choice(error) if budget is not None else ""
         except NotMeasured as why:
             problem = f"its error isn't known: {why}" if budget is not None else ""
             if str(why) not in self._notes:

@@ -23,6 +23,9 @@ from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.spread import aim, chunks, widened
 from fuseboard.torch_api.internals import real_tensors
 
+#: The share of a budget that may be used up on the inputs that a choice is made on. Others have
+#: other errors, and the first one beyond the budget ends a program for good.
+SHARE_AT_CHOICE = 0.8
 #: What eager and the float64 run hold, in terms of what eager does.
 _RUNS = 3
 
@@ -136,6 +139,16 @@ class Budget:
         return (
             f"its error against float64 is {error:.2g} ({self.metric.name}), tolerance allows "
             f"{self.tolerance:g}"
+        )
+
+    def excess_at_choice(self, error: float) -> str:
+        """What is wrong with an error on the inputs that a choice is made on."""
+        if error <= SHARE_AT_CHOICE * self.tolerance:
+            return ""
+        return self.excess(error) or (
+            f"its error against float64 is {error:.2g} ({self.metric.name}), more than "
+            f"{SHARE_AT_CHOICE} of the tolerance of {self.tolerance:g}, and other inputs have "
+            "other errors"
         )
 
 
