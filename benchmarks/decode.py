@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-import torch
 from rich.table import Table
 
-from benchmarks.builders import decoder
 from benchmarks.findings import Finding, verdict
-from benchmarks.processes import last_line
+from benchmarks.processes import ROOT, last_line
 
 #: How each arm compiles ``model.forward``; None: not at all.
 ARMS: dict[str, dict[str, object] | None] = {
@@ -38,6 +38,12 @@ MODELS = ("llama", "smollm2")
 #: A prompt and what follows it; texts that count; until a graph is decided at most so long.
 PROMPT, TOKENS, TEXTS, LIMIT_S = 16, 64, 3, 110.0
 
+_BUILD = """
+import sys
+import torch
+from benchmarks.builders import decoder
+torch.save(decoder(sys.argv[1]), sys.argv[2])
+"""
 _PROGRAM = """
 import json, sys, time
 import torch
@@ -171,7 +177,7 @@ def _stored(model: str) -> Iterator[str]:
     """The path of a file with the model, which takes as long to build as all that is measured."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         path = str(Path(folder) / "model.pt")
-        torch.save(decoder(model), path)
+        subprocess.run([sys.executable, "-c", _BUILD, model, path], cwd=ROOT, check=True)
         yield path
 
 
