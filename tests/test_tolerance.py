@@ -578,7 +578,7 @@ def test_what_is_proven_on_further_calls_answers_them():
             _until(lambda: life()._proving is not None)
             calls = 0
             while (proving := life()._proving) is not None:
-                x, is_last = benign(calls), proving.left == 1
+                x, is_last = benign(calls), proving.left <= 1
                 assert torch.equal(run(x), model(x)) or is_last
                 calls += 1
             assert fuseboard.wait(120)
