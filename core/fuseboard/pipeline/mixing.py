@@ -26,7 +26,7 @@ from fuseboard.torch_api.internals import real_tensors
 JUDGINGS = 8
 #: The share of the budget that a part may use up: a little less than a candidate's, whose backend
 #: may round otherwise than these runs.
-SHARE_OF_PART = 0.75
+SHARE_OF_PART = 0.7
 
 #: The names of the nodes that one rewrite narrows.
 Place = tuple[str, ...]

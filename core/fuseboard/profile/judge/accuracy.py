@@ -25,7 +25,7 @@ from fuseboard.torch_api.internals import real_tensors
 
 #: The share of a budget that may be used up on the inputs that a choice is made on. Others have
 #: other errors, and the first one beyond the budget ends a program for good.
-SHARE_AT_CHOICE = 0.8
+SHARE_AT_CHOICE = 0.75
 #: What eager and the float64 run hold, in terms of what eager does.
 _RUNS = 3
 
