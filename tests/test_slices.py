@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -299,3 +300,29 @@ def test_a_trace_that_wasnt_seen_to_begin_ends_nothing_else():
     slices.enter()
     slices.trace_ends()
     assert slices._calls == 1
+
+
+ENDS = """
+import time
+import torch
+from fuseboard.workshop.desk import desk
+
+class Order:
+    limit_s = 60.0
+    def compare(self):
+        x = torch.randn(1000, 1000, dtype=torch.float64)
+        print("begun", flush=True)
+        while True:
+            torch.ops.aten.mm.default(x, x)
+
+order = Order()
+desk().compare(order)
+time.sleep(0.5)
+"""
+
+
+def test_a_process_may_end_while_work_is_in_a_kernel():
+    """A thread that came back from C++ code after the interpreter's end would abort it."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "begun\n", "")

@@ -24,6 +24,10 @@ import sys
 from types import CodeType, TracebackType
 
 
+class ProcessEnds(BaseException):
+    """Ends what a thread of the board's does, since its process ends. Nothing contains it."""
+
+
 def containable() -> tuple[type[BaseException], ...]:
     """What ``except containable()`` is to catch of the exception under way.
 
@@ -34,7 +38,7 @@ def containable() -> tuple[type[BaseException], ...]:
     error = sys.exc_info()[1]
     if isinstance(error, Exception | SystemExit | GeneratorExit):
         return (BaseException,)
-    if isinstance(error, KeyboardInterrupt) or _is_by_signal(error):
+    if isinstance(error, KeyboardInterrupt | ProcessEnds) or _is_by_signal(error):
         return ()
     return (BaseException,)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fuseboard.beside import beside
-from fuseboard.errors import error_text
+from fuseboard.errors import ProcessEnds, error_text
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.workshop.process import (
     Workshop,
@@ -34,6 +34,9 @@ log = logging.getLogger("fuseboard")
 
 #: How long the workshop stays when there is nothing to do.
 _IDLE_S = 20.0
+#: How long the process's end waits for a thread that is in C++ code, such as an engine's that makes
+#: a session. Kernels take milliseconds.
+_END_S = 2.0
 
 
 class Next(Enum):
@@ -107,6 +110,12 @@ class _Thread:
                     self._thread = None
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except ProcessEnds:
+            pass
+
+    def _serve(self) -> None:
         while True:
             try:
                 work, order = self._queue.get(timeout=_IDLE_S)
@@ -230,10 +239,11 @@ class Desk:
             return Answer(problem=problem, only_here=not error.started)
 
     def end(self) -> None:
-        """At this process's end, which waits for nothing."""
+        """At this process's end, which waits for nothing but the op that a thread is at."""
         if os.getpid() == self._process:
             self._asking.end()
             self._loading.end()
+            slices.end(_END_S)
             self._workshop.end()
             remove_directories()
 

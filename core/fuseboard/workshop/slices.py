@@ -13,6 +13,8 @@ at each call of a function in them, whether they should let go:
   lock, on another core.
 * The first call of a graph waits a share of what Dynamo's trace took, which is seconds: what an
   earlier process chose is loaded then, or most of it is.
+* At the process's end they stop: a thread that comes back from C++ code once the interpreter is
+  gone would be unwound through it, and the process aborted.
 * Between calls they work in bursts, with rests in which another thread gets the lock at once.
 
 The profile function costs these threads as much CPU time as their work, most of it what Python does
@@ -23,6 +25,7 @@ keep it for good, and calls of small ops would take many times as long: each op 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -31,6 +34,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from fuseboard.errors import ProcessEnds
 
 #: How long a burst lasts, and the rest after it.
 BURST_S, REST_S = 0.0003, 0.0002
@@ -68,6 +73,8 @@ class Slices:
         self._open = threading.Event()
         self._open.set()
         self._until = 0.0
+        #: Those that work.
+        self._threads: set[threading.Thread] = set()
 
     # --- calls ----------------------------------------------------------------------------------
 
@@ -134,14 +141,30 @@ class Slices:
             self._workers += 1
             if self._calls:  # one is under way that began when there was no work
                 self._open.clear()
+        thread = threading.current_thread()
+        self._threads.add(thread)
         before = sys.getprofile()
         sys.setprofile(self._look)
         try:
             yield
         finally:
             sys.setprofile(before)
+            self._threads.discard(thread)
             with self._lock:
                 self._workers -= 1
+
+    def end(self, limit_s: float) -> None:
+        """At the process's end: stop the threads that work, and return once they have, or after so
+        many seconds.
+        """
+        threads = tuple(self._threads - {threading.current_thread()})
+        for thread in threads:
+            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(ProcessEnds))
+        self._open.set()
+        until = _clock() + limit_s
+        for thread in threads:  # what it holds is freed by C++ code, too
+            thread.join(max(until - _clock(), 0.0))
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         # Functions written in C are left out, as are ends: there are three of these for each call
