@@ -6,7 +6,6 @@ would by itself; what the reports say of it is written to OUT then.
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -14,21 +13,21 @@ from typing import Any
 
 from fuseboard.bisection import plan
 from fuseboard.bisection.reproduction import function_of
-from fuseboard.bisection.run import Fusion, Placed, Step, Trace
+from fuseboard.bisection.run import STEPS, TRACES, Fusion, Placed, Step, Trace
 
 #: Ops of a reproduction.
 _MOST_NODES = 40
 
 
 def main(job: str, out: str, script: str, *args: str) -> None:
-    step = Step.from_json(Path(job).read_text(encoding="utf-8"))
+    step = STEPS.validate_json(Path(job).read_bytes())
     _apply(step)
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        Path(out).write_text(json.dumps(_trace().as_dict()), encoding="utf-8")
+        Path(out).write_bytes(TRACES.dump_json(_trace()))
 
 
 def _apply(step: Step) -> None:

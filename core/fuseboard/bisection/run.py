@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 #: Of what a script wrote to standard error, for the exception's line.
 _TAIL_BYTES = 20_000
@@ -36,15 +36,6 @@ class Step:
     nodes: tuple[int, int] | None = None
     compiler: str = ""
     compiles: bool = True
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Step:
-        values = json.loads(text)
-        nodes = values.pop("nodes")
-        return Step(**values, nodes=None if nodes is None else tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -90,20 +81,9 @@ class Trace:
     offered: Sequence[tuple[str, str]] = ()
     function: dict[str, Any] | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> Trace:
-        return Trace(
-            plugins={name: tuple(stages) for name, stages in values["plugins"].items()},
-            backends=tuple(values["backends"]),
-            placed=[Placed(**one) for one in values["placed"]],
-            fusions=[Fusion(**{**one, "nodes": tuple(one["nodes"])}) for one in values["fusions"]],
-            trips=values["trips"],
-            offered=[(name, op) for name, op in values["offered"]],
-            function=values["function"],
-        )
+#: To and from the files between the processes.
+STEPS, TRACES = TypeAdapter(Step), TypeAdapter(Trace)
 
 
 @dataclass(frozen=True)
@@ -132,7 +112,7 @@ def run_script(
     """
     with tempfile.TemporaryDirectory(prefix="fuseboard-bisect-") as name:
         job, out, errors = (Path(name) / part for part in ("job.json", "out.json", "errors.txt"))
-        job.write_text(step.to_json(), encoding="utf-8")
+        job.write_bytes(STEPS.dump_json(step))
         command = [sys.executable, "-m", "fuseboard.bisection.child", str(job), str(out)]
         environ = dict(os.environ) | ({} if step.compiles else {"TORCH_COMPILE_DISABLE": "1"})
         start = time.perf_counter()
@@ -153,7 +133,7 @@ def run_script(
         seconds = time.perf_counter() - start
         found = None
         if out.is_file():
-            found = Trace.from_dict(json.loads(out.read_text(encoding="utf-8")))
+            found = TRACES.validate_json(out.read_bytes())
         failure, message = _failure(status, limit_s, errors.read_bytes()[-_TAIL_BYTES:])
         if not failure and trips and found is not None and found.trips:
             failure, message = "a trip", found.trips[0]
