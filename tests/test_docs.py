@@ -183,14 +183,14 @@ def test_events_are_those_that_the_contract_lists():
 def test_the_tree_of_exceptions_is_the_modules():
     """Drawn at the top of ``errors.py``: every class there, below the one it is derived from."""
     path: list[str] = []
-    drawn = {}
+    drawn: dict[str, str | None] = {}
     for line in (errors.__doc__ or "").splitlines():
         if found := re.match(r"([│├└─ ]*)([A-Z]\w*[A-Z]\w+)( |$)", line):
             del path[len(found[1]) // 4 :]
-            drawn[found[2]] = path[-1] if path else "Exception"
+            drawn[found[2]] = path[-1] if path else None
             path.append(found[2])
     defined = {
-        name: value.__base__.__name__
+        name: value.__base__.__name__ if value.__base__.__module__ == errors.__name__ else None
         for name, value in vars(errors).items()
         if isinstance(value, type) and value.__module__ == errors.__name__
     }

@@ -17,6 +17,8 @@ FuseboardError
 ├── PackageError         a model can't be packaged, or a package not be loaded, here or at all
 ├── PatternError         a pattern can't be traced, or has to be found in a graph and isn't there
 └── SamplingError        a profiling session can't start: no sampler, no permission, another runs
+
+ProcessEnds              a thread of the board's is to stop; no ``except Exception`` contains it
 """
 
 import signal
