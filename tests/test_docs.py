@@ -296,7 +296,7 @@ def test_functions_that_decide_a_stage_run(tmp_path, monkeypatch):
     assert named.startswith(table)
     assert sorted(stages) == sorted(STAGES)
     code = [block for block in blocks("docs/settings.md", "python") if "def " in block]
-    (tmp_path / "mystages.py").write_text("\n".join(b for b in code if "class " not in b))
+    (tmp_path / "mystages.py").write_text("\n".join(b for b in code if "class Block" not in b))
     monkeypatch.syspath_prepend(str(tmp_path))
     asked = _recording(importlib.import_module("mystages"), stages, monkeypatch)
     ledger.clear()
@@ -312,6 +312,10 @@ def test_functions_that_decide_a_stage_run(tmp_path, monkeypatch):
         torch.testing.assert_close(run(x), model(x))
         fuseboard.wait(60)
     assert not all_trips()
+    with fuseboard.settings(stages=stages):
+        profiler = fuseboard.SamplingProfiler(stop_at_error=True)
+        profiler.profile(int)
+    assert profiler.result.sampler == "mystages:where_it_hangs"
     assert asked == {*STAGES} - {"on_failure"}
     assert "aten.silu.default" in {op for r in last_graph().regions for op in r.ops}
 

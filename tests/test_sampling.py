@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ import torch
 
 import fuseboard
 from fuseboard import SampledProfile, SamplingError, SamplingOptions, SamplingProfiler
+from fuseboard.board.registry import board
+from fuseboard.config import resolve
+from fuseboard.profile.choose.stored_decision import _settings
 from fuseboard.profile.observe import sampling, session
 from fuseboard.profile.observe.sampling_process import SamplerProcess
 from fuseboard.torch_api.compiles import watched_compilations
@@ -337,6 +341,70 @@ def test_the_next_sampler_is_tried_and_that_is_noted():
     assert profiler.result.sampler == "c-works"
     assert profiler.result.notes == ("not sampled by b-refused: not permitted",)
     assert native.calls == []
+
+
+@pytest.fixture
+def decides(monkeypatch):
+    """Makes a function what ``stages.sampler`` names; returns the path."""
+
+    def named(function):
+        module = types.ModuleType("mysamplers")
+        module.chosen = function
+        monkeypatch.setitem(sys.modules, "mysamplers", module)
+        return "mysamplers:chosen"
+
+    return named
+
+
+def test_the_sampler_that_the_settings_name_comes_first():
+    """Native as it is; a session that names another gets that one."""
+    native, works, second = FakeSampler(python_frames=False), FakeSampler(), FakeSampler()
+    with (
+        sampling_with(native, name="a-native"),
+        sampling_with(works, second, name="b-works"),
+        fuseboard.settings(stages={"sampler": "a-native"}),
+    ):
+        profiler = SamplingProfiler(stop_at_error=True)
+        profiler.profile(int)
+        assert profiler.result.sampler == "a-native"
+        profiler = SamplingProfiler(sampler="b-works", stop_at_error=True)
+        profiler.profile(int)
+        assert profiler.result.sampler == "b-works"
+    assert native.calls == second.calls == ["start", "stop", "results"]
+    assert works.calls == []
+
+
+@pytest.mark.parametrize(
+    ("function", "note"),
+    [
+        (lambda: None, None),
+        (lambda: 1 / 0, "it raised ZeroDivisionError: division by zero"),
+        (lambda: "perf", "it has no method start"),
+        (lambda: FakeSampler(raises={"start": OSError("no leave")}), "no leave"),
+    ],
+    ids=["declines", "raises", "no sampler", "does not start"],
+)
+def test_where_the_settings_function_has_no_sampler_the_plugins_are_asked(function, note, decides):
+    path = decides(function)
+    with (
+        sampling_with(FakeSampler(), name="works"),
+        fuseboard.settings(stages={"sampler": path}, block=["pyspy", "perf"]),
+    ):
+        profiler = SamplingProfiler(stop_at_error=True)
+        assert profiler.profile(int, "7") == 7
+    assert profiler.result.sampler == "works"
+    told = " ".join(profiler.result.notes)
+    assert (path in told and note in told) if note else not told
+
+
+def test_a_sampler_of_the_settings_changes_no_decision(decides):
+    """Nor does it keep the work of a graph within the process, as other paths of one would."""
+    plain = resolve()
+    with fuseboard.settings(stages={"sampler": decides(FakeSampler)}):
+        session_ = board.session(resolve())
+        assert session_.override_homes() == {}
+        assert session_.override_of_this_process() == ""
+        assert _settings(session_) == _settings(board.session(plain))
 
 
 @pytest.mark.parametrize(

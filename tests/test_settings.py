@@ -393,14 +393,14 @@ def test_origin_of_an_unknown_key_is_an_error():
 # --- the model ----------------------------------------------------------------------------------
 
 
-def test_the_stages_are_the_first_result_hooks():
-    """What can be overridden is what one plugin decides for all, and what makes a region's code."""
+def test_the_stages_are_hooks_of_which_one_answer_counts():
+    """What one plugin decides for all, what makes a region's code, and samplers."""
     first = {
         name.removeprefix("fuseboard_")
         for name, function in vars(hookspecs).items()
         if name.startswith("fuseboard_") and function.fuseboard_spec["firstresult"]
     }
-    assert set(STAGES) == first | {"fuse", "lower"}
+    assert set(STAGES) == first | {"fuse", "lower", "sampler"}
 
 
 def test_describe_has_a_row_for_every_setting_and_every_key_of_a_table():

@@ -273,22 +273,25 @@ class Selection:
         """Who decides a stage by the settings; "" where they name nobody."""
         return self.settings.stages.get(stage, "")
 
+    def _compile_overrides(self) -> dict[str, str | Override]:
+        """Stage → who decides it, of the stages that compiled programs depend on."""
+        named = {hook.removeprefix("fuseboard_"): one for hook, one in self._overrides.items()}
+        return {stage: one for stage, one in named.items() if stage != "sampler"}
+
     def override_homes(self) -> dict[str, tuple[Path, ...]]:
         """Stage → where the code is of the function or plugin that the settings name for it.
 
         With the function of ``tolerance_metric``.
         """
         homes = {
-            hook.removeprefix("fuseboard_"): one.homes
-            if isinstance(one, Override)
-            else self.homes(one)
-            for hook, one in self._overrides.items()
+            stage: one.homes if isinstance(one, Override) else self.homes(one)
+            for stage, one in self._compile_overrides().items()
         }
         return homes if self.metric is None else {**homes, "tolerance_metric": self.metric.homes}
 
     def override_of_this_process(self) -> str:
         """A path among the settings that another process can't import; "" where there is none."""
-        named = [*self._overrides.values(), self.metric]
+        named = [*self._compile_overrides().values(), self.metric]
         paths = [one for one in named if isinstance(one, Override)]
         return next((one.path for one in paths if not one.is_importable_elsewhere), "")
 

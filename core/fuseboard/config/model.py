@@ -22,9 +22,9 @@ from pydantic import (
 from fuseboard.config.sources import TABLES, nearest
 from fuseboard.errors import SettingsError
 
-#: The stages that ``stages`` may override: the hooks of which the first answer counts, and those
-#: that rewrite and lower.
-STAGES = ("fuse", "lower", "measure", "on_failure", "partition_joint", "plan", "verify")
+#: The stages that ``stages`` may override: the hooks of which the first answer counts, those that
+#: rewrite and lower, and the sampler of profiling sessions.
+STAGES = ("fuse", "lower", "measure", "on_failure", "partition_joint", "plan", "sampler", "verify")
 
 #: What ``mode`` selects: an overlay just below the source that chose it.
 PRESETS: Mapping[str, Mapping[str, Any]] = {

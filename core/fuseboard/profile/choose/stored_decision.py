@@ -50,7 +50,6 @@ _SETTINGS = (
     "prepare_memory",
     "random",
     "repeats",
-    "stages",
     "tolerance",
     "tolerance_metric",
     "tolerance_training",
@@ -231,6 +230,7 @@ def _described(session: Session, plugin: str, fingerprint: str) -> str:
 def _settings(session: Session) -> str:
     values: dict[str, Any] = {name: getattr(session.settings, name) for name in _SETTINGS}
     homes = session.override_homes()
+    values["stages"] = {stage: session.override(stage) for stage in homes}
     values["code of stages"] = {
         stage: [*map(code_hash, own)] for stage, own in homes.items() if own
     }

@@ -46,7 +46,9 @@ class SamplerCandidate:
 def find_samplers(name: str | None = None) -> tuple[list[SamplerCandidate], list[str]]:
     """The samplers of the board, best first, and why others can't be used.
 
-    :param name: the plugin whose sampler is wanted; None for any.
+    The one that ``stages.sampler`` names comes before all others.
+
+    :param name: the plugin whose sampler is wanted, whatever the settings name; None for any.
     """
     settings = resolve()
     session = board.session(settings)
@@ -61,8 +63,9 @@ def find_samplers(name: str | None = None) -> tuple[list[SamplerCandidate], list
         )
     ]
     found: list[SamplerCandidate] = []
+    chosen = session.override("sampler") if name is None else ""
     for plugin in session.with_hook(HOOK):
-        if name not in (None, plugin):
+        if name not in (None, plugin) or plugin == chosen:
             continue
         try:
             sampler = session.call(HOOK, plugin)
@@ -72,6 +75,12 @@ def find_samplers(name: str | None = None) -> tuple[list[SamplerCandidate], list
         if sampler is not None:
             found.append(SamplerCandidate(plugin, sampler))
     found.sort(key=lambda candidate: not candidate.sampler.python_frames)
+    if chosen:
+        try:
+            if answer := session.overriding(HOOK):
+                found.insert(0, SamplerCandidate(*answer))
+        except FuseboardError as error:
+            problems.append(str(error))
     if not found and not problems:
         problems.append(_nothing(name, [s.name for s in states if s.state == "blocked"]))
     return found, problems
