@@ -15,6 +15,7 @@ from fuseboard.config import resolve
 from fuseboard.contracts import Fusion, Narrowing
 from fuseboard.errors import SettingsError
 from fuseboard.fuse import narrow
+from fuseboard.living import Living
 from fuseboard.lower import background
 from fuseboard.profile.choose.whole_calls import WholeCalls
 from fuseboard.profile.judge.accuracy import Metric
@@ -22,6 +23,7 @@ from fuseboard.report.data import ledger
 from fuseboard.run import proof
 from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.torch_api import formats
+from fuseboard.totals import totals
 from tests.support import narrowing
 from tests.support.backends import observing, plugged, registered
 from tests.support.beside import compare_all, life
@@ -552,7 +554,7 @@ def test_another_budget_is_another_decision():
 def beside(monkeypatch, as_users_run_it, chosen):
     """Graphs are tried in the workshop, where one plugin alone narrows, whatever the CPU has."""
     monkeypatch.setenv("FUSEBOARD_BLOCK", '["narrow"]')
-    monkeypatch.setattr(background, "_unsettled", type(background._unsettled)())
+    monkeypatch.setattr(background, "_unsettled", Living())
     with registered(narrowing, narrowing.NAME):
         yield
 
@@ -593,6 +595,7 @@ def test_what_is_proven_on_further_calls_answers_them():
 @pytest.mark.usefixtures("beside")
 def test_a_further_call_beyond_the_budget_leaves_dynamos_graph():
     """It was right on the first call's inputs alone; no call was answered by it."""
+    before = totals.read().exceeded
     model = Sum().eval()
     with torch.no_grad():
         run = compiled(model, tolerance=1e-2)
@@ -601,7 +604,8 @@ def test_a_further_call_beyond_the_budget_leaves_dynamos_graph():
         while not life().settled:
             assert torch.equal(run(cancelling()), model(cancelling()))
         assert torch.equal(run(benign()), model(benign()))
-    _until(lambda: report().trips)  # told in a thread, after what runs was decided
+    _until(lambda: totals.read().exceeded > before)  # told in a thread, after it was decided
+    assert totals.read().exceeded == before + 1
     (trip,) = report().trips
     assert "its error against float64" in trip.error
 
@@ -609,6 +613,7 @@ def test_a_further_call_beyond_the_budget_leaves_dynamos_graph():
 @pytest.mark.usefixtures("beside")
 def test_who_waits_has_further_calls_compared_within_them():
     """There are no other inputs than the first call's by then."""
+    before = totals.read().exceeded
     model = Sum().eval()
     with torch.no_grad():
         run = compiled(model, tolerance=1e-2)
@@ -619,6 +624,7 @@ def test_who_waits_has_further_calls_compared_within_them():
         assert torch.equal(run(benign()), model(benign()))
         (trip,) = report().trips
         assert "its error against float64" in trip.error
+        assert totals.read().exceeded == before + 1
         torch._dynamo.reset()
         again = compiled(model, tolerance=1e-2)  # as in a later process
         again(benign())

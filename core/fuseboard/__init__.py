@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from fuseboard.ops import OWN_OPS
     from fuseboard.partition.claims import claim_nodes
     from fuseboard.partition.marks import memory_budget, prefer
+    from fuseboard.process_status import Status, status
     from fuseboard.profile.choose.measure import measure
     from fuseboard.profile.judge.reference import Reference
     from fuseboard.profile.observe.memory import MemoryPoint, measure_memory
@@ -158,6 +159,7 @@ _HOMES = {
     "fuseboard.report.settled": ("on_settled",),
     "fuseboard.explanations.explanation": ("Explanation", "explain", "last_report"),
     "fuseboard.forks": ("fork_safe_lock",),
+    "fuseboard.process_status": ("Status", "status"),
     "fuseboard.torch_api.formats": ("cuts_off_int8_sums",),
     "fuseboard.torch_api.internals": ("real_tensors",),
 }
@@ -210,6 +212,7 @@ __all__ = [
     "SettingsError",
     "StackFrame",
     "StackSample",
+    "Status",
     "Trip",
     "Verdict",
     "WrongValues",
@@ -239,6 +242,7 @@ __all__ = [
     "replace_composite",
     "settings",
     "settled",
+    "status",
     "unregister",
     "wait",
     "why_unavailable",

@@ -358,4 +358,8 @@ def fuseboard_on_failure(
 
 @hookspec
 def fuseboard_event(event: Event) -> None:
-    """Observe a compile. An observer that raises is reported and can't break the compile."""
+    """Observe compiles and failures. An observer that raises is reported and can't break a compile.
+
+    Called in the user's process, also for what happens in the workshop, in the thread in which it
+    happens or becomes known; a call waits for it where something fails in the call.
+    """

@@ -21,6 +21,7 @@ from fuseboard.errors import (
     error_text,
 )
 from fuseboard.torch_api.state import StateGuard
+from fuseboard.totals import totals
 
 log = logging.getLogger("fuseboard")
 
@@ -142,7 +143,12 @@ class Session(Selection):
         raise ContractError("defaults", hook, "nobody answered, the default neither")
 
     def notify(self, event: Event) -> None:
-        """Tell the observers. One that raises is named in ``notes`` and the log, once."""
+        """Count an event, tell observers. One that raises is named in ``notes`` and the log, once.
+
+        In the workshop nobody is told: the process that asked it tells its own observers.
+        """
+        if not totals.happened(event):
+            return
         for plugin in self._order:
             try:
                 self.call("fuseboard_event", plugin, event=event)

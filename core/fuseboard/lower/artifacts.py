@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.profile.costs.rows import differing
+from fuseboard.totals import totals
 
 log = logging.getLogger("fuseboard")
 
@@ -92,13 +93,11 @@ class Store:
     """The artifacts in a directory. What fails in it is told once and never stops a compile.
 
     :param limit_bytes: what all files together may hold.
-    :ivar hits, misses, damaged: how often an artifact was found, wasn't, was there in pieces.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory = directory
         self.limit_bytes = limit_bytes
-        self.hits = self.misses = self.damaged = 0
         self._told: set[str] = set()
 
     # --- reading --------------------------------------------------------------------------------
@@ -109,13 +108,13 @@ class Store:
             found = self._read(path)
             if found is None or found.head.get("key") != dict(key.parts) or not fits(found):
                 continue
-            self.hits += 1
+            totals.looked_up("hits")
             try:
                 os.utime(path)
             except OSError as error:
                 self._tell("its use can't be noted, so it may go early", error)
             return found
-        self.misses += 1
+        totals.looked_up("misses")
         return None
 
     def nearest(self, key: Key) -> tuple[str, ...]:
@@ -168,7 +167,7 @@ class Store:
         head_bytes, checksum = _sizes(content)
         body = memoryview(content)[_HEAD_AT:]
         if checksum is None or hashlib.sha256(body).digest() != checksum:
-            self.damaged += 1
+            totals.looked_up("damaged")
             self.set_aside(path, "it is damaged")
             return None
         return Artifact(path, json.loads(bytes(body[:head_bytes])), bytes(body[head_bytes:]))
@@ -297,6 +296,10 @@ class Store:
             head = head or {}
             parts, problem = head.get("key", {}), str(head.get("problem", ""))
             yield ArtifactRow(kind, path, size, used, parts, problem)
+
+    def total_bytes(self) -> int:
+        """What all files take."""
+        return sum(size for _, size, _ in self._listed())
 
     def clear(self, wanted: Callable[[ArtifactRow], bool] = lambda row: True) -> tuple[int, int]:
         """Remove files. Returns how many, and their bytes."""

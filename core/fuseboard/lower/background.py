@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from fuseboard.config.model import Settings
 from fuseboard.errors import LoweringError, error_text
+from fuseboard.living import Living
 from fuseboard.lower.caching import Deferred, Token
 from fuseboard.lower.isolated import LoweringRequest, LoweringResult
 from fuseboard.lower.isolation import answer_in_child
@@ -187,7 +188,7 @@ class Worker:
 numbers = itertools.count()
 
 worker = Worker()
-_unsettled: weakref.WeakSet[Settling] = weakref.WeakSet()
+_unsettled: Living[Settling] = Living()
 
 
 def add(graph: Settling) -> None:
@@ -197,7 +198,7 @@ def add(graph: Settling) -> None:
 
 def leave(graph: object) -> None:
     """Let :func:`wait` forget a graph that no call will run."""
-    _unsettled.difference_update([graph])
+    _unsettled.discard(graph)
 
 
 def compile_for(graph: Tuning, candidate: Any, later: Deferred, settings: Settings) -> None:
@@ -219,7 +220,7 @@ def compile_for(graph: Tuning, candidate: Any, later: Deferred, settings: Settin
 
 def unsettled() -> list[Settling]:
     """The graphs that aren't decided for good."""
-    return [graph for graph in list(_unsettled) if not graph.settled]
+    return [graph for graph in _unsettled if not graph.settled]
 
 
 def settled() -> bool:

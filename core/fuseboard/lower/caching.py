@@ -234,7 +234,16 @@ class Cache:
                 store.set_aside(path, f"{region.backend} couldn't load it")
             contained(self._session, region, "lower", error)
             instead = f"{region.backend}, lowered again"
-            trip(self._report, region.backend, "lower", region.name, error, instead, region.source)
+            trip(
+                self._session,
+                self._report,
+                region.backend,
+                "lower",
+                region.name,
+                error,
+                instead,
+                region.source,
+            )
             return None
         if answer is not None and path is not None:
             region_report.loaded = True

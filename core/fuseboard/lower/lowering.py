@@ -223,7 +223,16 @@ class Lowering:
                 if action == "eager":
                     del candidates[position + 1 : -1]
                 instead = candidates[position + 1]
-                trip(self.report, backend, "lower", region.name, error, instead, region.source)
+                trip(
+                    self.session,
+                    self.report,
+                    backend,
+                    "lower",
+                    region.name,
+                    error,
+                    instead,
+                    region.source,
+                )
                 continue
             report.backend = backend
             return lowered

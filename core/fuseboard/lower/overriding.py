@@ -109,7 +109,7 @@ class Overriding:
                 raise LoweringError(f"{who} failed in this process: {describe(error)}") from error
             contained(self.session, dataclasses.replace(region, backend=who), stage, error)
             instead = f"{region.backend} without it"
-            trip(self.report, who, stage, region.name, error, instead, region.source)
+            trip(self.session, self.report, who, stage, region.name, error, instead, region.source)
             return None
         if answer is not None:
             self.decided.add(key)

@@ -215,7 +215,16 @@ class Specialised:
         region, label = self._region, self._label(key)
         contained(self._session, region, stage, error)
         instead = f"eager where {label}"
-        trip(self._report, region.backend, stage, region.name, error, instead, region.source)
+        trip(
+            self._session,
+            self._report,
+            region.backend,
+            stage,
+            region.name,
+            error,
+            instead,
+            region.source,
+        )
         self._table[key] = self._eager
         own_report = self._region_report
         own_report.specialised[:] = [sizes for sizes in own_report.specialised if sizes != label]

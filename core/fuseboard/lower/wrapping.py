@@ -63,7 +63,7 @@ def _failed(
 
     def failed(stage: Stage, error: BaseException) -> None:
         contained(session, dataclasses.replace(region, backend=plugin), stage, error)
-        trip(report, plugin, stage, region.name, error, instead, region.source)
+        trip(session, report, plugin, stage, region.name, error, instead, region.source)
 
     return failed
 

@@ -500,7 +500,7 @@ class Pipeline:
     ) -> None:
         """Contain a failure that isn't a region's, or raise it if the policy says so."""
         self._contain(report, plugin, stage, error)
-        trip(report, plugin, stage, report.name, error, instead)
+        trip(self.session, report, plugin, stage, report.name, error, instead)
 
     def _contain(
         self, report: GraphReport, plugin: str, stage: Stage, error: BaseException

@@ -12,6 +12,7 @@ from typing import Any
 
 from fuseboard.contracts import GraphKind, Trip
 from fuseboard.torch_api.profiler import span
+from fuseboard.totals import totals
 
 #: How many graphs are remembered. A report holds strings and numbers only, never a tensor.
 REMEMBERED_GRAPHS = 256
@@ -219,6 +220,7 @@ class GraphReport:
         finally:
             spent = time.perf_counter() - start
             self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
+            totals.spent(stage, spent)
 
     @property
     def eager(self) -> CandidateReport | None:

@@ -323,7 +323,9 @@ class CheckedRegion:
             if decide(session, region.name, error.plugin, "profile", error) == "raise":
                 raise
             instead = "the default check"
-            trip(report, error.plugin, "profile", region.name, error, instead, region.source)
+            trip(
+                session, report, error.plugin, "profile", region.name, error, instead, region.source
+            )
             verdict = verify(**arguments)
         return verdict  # type: ignore[no-any-return]
 

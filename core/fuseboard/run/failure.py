@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from fuseboard.board import Session
-from fuseboard.contracts import FailureAction, Region, Stage, Trip
+from fuseboard.contracts import Event, FailureAction, Region, Stage, Trip
 from fuseboard.errors import PluginError, RegionError, error_text
 from fuseboard.report.data import GraphReport
 
@@ -77,6 +77,7 @@ def contain(
 
 
 def trip(
+    session: Session,
     report: GraphReport,
     plugin: str,
     stage: Stage,
@@ -85,13 +86,33 @@ def trip(
     instead: str,
     source: str = "",
 ) -> None:
-    """Record a contained failure: in the report, and as one warning."""
+    """Record a contained failure: in the report, as one warning, and for observers."""
+    session.notify(record_trip(report, plugin, stage, region, error, instead, source))
+
+
+def record_trip(
+    report: GraphReport,
+    plugin: str,
+    stage: Stage,
+    region: str,
+    error: BaseException | str,
+    instead: str,
+    source: str = "",
+    exceeded: bool = False,
+) -> Event:
+    """The same for a caller that holds a lock, under which no observer may run.
+
+    :param exceeded: results of a call were farther from float64 than they may be.
+    :returns: what observers are to be told of.
+    """
     text = describe(error)
-    report.trips.append(Trip(plugin, stage, region, text, instead, source))
+    contained = Trip(plugin, stage, region, text, instead, source)
+    report.trips.append(contained)
     place = f" ({source})" if source else ""
     log.warning(
         "%s: %s tripped in %s%s: %s; ran %s instead", region, plugin, stage, place, text, instead
     )
+    return Event("trip", report.name, details={**vars(contained), "exceeded": exceeded})
 
 
 def describe(error: BaseException | str) -> str:

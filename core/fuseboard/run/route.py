@@ -11,15 +11,18 @@ Run = Callable[..., Any]
 class Route:
     """Sends a graph's calls to a program.
 
+    :param kept: lives as long as ``run``.
     :ivar run: what Dynamo calls. One function, which looks up nothing but a variable of its own.
     :ivar put: lets calls go to another program, from the next one on.
     """
 
-    def __init__(self, first: Run) -> None:
+    def __init__(self, first: Run, kept: object = None) -> None:
         current = first
 
         def run(*args: Any) -> Any:
             return current(*args)
+
+        run.kept = kept  # type: ignore[attr-defined]
 
         def put(program: Run) -> None:
             nonlocal current

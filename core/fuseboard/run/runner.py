@@ -21,6 +21,7 @@ from fuseboard.board import Session
 from fuseboard.contracts import Boxed, GraphKind, Region, Stage
 from fuseboard.errors import NotEnoughMemory, WrongValues, containable
 from fuseboard.forks import fork_safe_lock
+from fuseboard.living import Living
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.board_nodes import shared_outputs
 from fuseboard.profile.judge.accuracy import Budget
@@ -32,7 +33,7 @@ from fuseboard.report.words import first
 from fuseboard.run.captured_graph import CapturedGraph
 from fuseboard.run.checked import RegionChecks
 from fuseboard.run.eager import boxed_function
-from fuseboard.run.failure import contained, describe, region_error, trip
+from fuseboard.run.failure import contained, describe, record_trip, region_error
 from fuseboard.run.program import UNPREPARED, GraphContext, Program
 from fuseboard.run.proof import at_first, each, held_to
 from fuseboard.run.sites import Lowered, Site
@@ -95,6 +96,7 @@ class Runner:
         self.unproven = 0
         self._uncompiled: Boxed | None = None
         self._run(self._run_uncompiled)
+        living.add(self)
 
     @property
     def uncompiled(self) -> Boxed:
@@ -214,16 +216,25 @@ class Runner:
 
         :returns: what that computes.
         """
+        tripped = None
         with self.lock:
             if self.program.context.budget is not None and not self._has_given_up:
-                backends = dict.fromkeys(site.lowered.author for site in self.program.sites)
+                sites = dict.fromkeys(site.lowered.author for site in self.program.sites)
                 instead = "the graph as captured, in eager"
-                trip(
-                    self.report, ", ".join(backends), "profile", self.report.name, problem, instead
+                tripped = record_trip(
+                    self.report,
+                    ", ".join(sites),
+                    "profile",
+                    self.report.name,
+                    problem,
+                    instead,
+                    exceeded=True,
                 )
                 self.give_up(f"{instead}, runs: in a call, {problem}", problem)
                 if self.on_trip is not None:
                     self.on_trip(problem)
+        if tripped is not None:
+            self.session.notify(tripped)
         return self.captured.eager(inputs)
 
     # --- when something is wrong ----------------------------------------------------------------
@@ -304,8 +315,11 @@ class Runner:
         contained(self.session, region, "run", error)
         with self.lock:
             instead = "the whole graph in eager, as captured"
-            trip(self.report, region.backend, "run", region.name, error, instead, region.source)
+            tripped = record_trip(
+                self.report, region.backend, "run", region.name, error, instead, region.source
+            )
             self.give_up(f"the whole graph runs in eager, since {region.name} tripped", error)
+        self.session.notify(tripped)
 
     def give_up(self, why: str, error: BaseException | str | None = None) -> None:
         """Run the graph as captured in eager from now on.
@@ -350,7 +364,9 @@ class Runner:
             failed = self._sites_of(lowered)
             if not failed:
                 return  # another thread met the same failure and was quicker
-            trip(self.report, region.backend, stage, region.name, error, instead, region.source)
+            tripped = record_trip(
+                self.report, region.backend, stage, region.name, error, instead, region.source
+            )
             for site in failed:
                 own = replace(site.lowered.region, backend="eager")
                 call = boxed_function(own.graph, f"{own.name}.eager")
@@ -365,6 +381,7 @@ class Runner:
                 self.give_up(f"{region.backend} tripped in a call: eager runs", error)
             if self.on_trip is not None and not isinstance(error, _PASSING):
                 self.on_trip(describe(error))
+        self.session.notify(tripped)
 
     def report_tripped(self, error: BaseException | None = None) -> None:
         """Report which regions of the chosen program run in eager since they failed in a call.
@@ -410,3 +427,7 @@ class Runner:
                 except containable():  # it is what is being looked for; known already
                     return number
         return -1
+
+
+#: Of the graphs that somebody may call.
+living: Living[Runner] = Living()

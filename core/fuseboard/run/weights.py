@@ -37,6 +37,7 @@ import torch
 from fuseboard.config.model import Settings
 from fuseboard.errors import NotEnoughMemory
 from fuseboard.forks import fork_safe_lock
+from fuseboard.living import Living
 from fuseboard.spare_memory import why_no_room
 from fuseboard.torch_api import internals as torch_internals
 
@@ -297,13 +298,17 @@ class WeightSets:
                 entry.drop()
         return len(stale)
 
+    def entries(self) -> list[WeightSet]:
+        """A copy of what there is now, dropped ones included."""
+        return list(self._entries.values())
+
     def __len__(self) -> int:
         """How many sets of weights have prepared values now."""
         return sum(not entry.dropped for entry in list(self._entries.values()))
 
 
 _EMPTY = WeightSet(None, (), Samples(()), ())
-_all_sets: weakref.WeakSet[WeightSets] = weakref.WeakSet()
+_all_sets: Living[WeightSets] = Living()
 
 
 def _dropper(entry: WeightSet) -> Callable[[Any], None]:
@@ -364,7 +369,25 @@ def refresh(module: torch.nn.Module) -> int:
     """
     tensors = [*module.parameters(), *module.buffers()]
     addresses = {tensor.data_ptr() for tensor in tensors}
-    return sum(sets.forget(addresses) for sets in list(_all_sets))
+    return sum(sets.forget(addresses) for sets in _all_sets)
+
+
+def prepared_bytes() -> int:
+    """What all prepared values of this process take, each memory counted once. It takes no lock."""
+    found: dict[tuple[torch.device, int], int] = {}
+    for entry in (entry for sets in _all_sets for entry in sets.entries()):
+        own = set(entry.addresses)  # a view of a weight takes no memory
+        for value in entry.values:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.layout is torch.strided:
+                storage = value.untyped_storage()
+                address, size = storage.data_ptr(), storage.nbytes()
+            else:  # oneDNN's own, which have no storage to be shared
+                address, size = id(value), value.nbytes
+            if address not in own:
+                found[value.device, address] = size
+    return sum(found.values())
 
 
 def run_prepare(

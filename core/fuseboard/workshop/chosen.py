@@ -95,7 +95,8 @@ class Chosen:
 
         :param name: of the graph.
         """
-        ComputesOtherwise(problem, self.compiled).note_in(self.reports[0], name)
+        wrong = ComputesOtherwise(problem, self.compiled)
+        wrong.note_in(self.reports[0], name, exceeded=self.compiled.budget is not None)
         for runner in self.compiled.runners:
             give_up(runner, "Dynamo's own graph runs", problem)
 

@@ -13,14 +13,15 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fuseboard.beside import beside
 from fuseboard.errors import ProcessEnds, error_text
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.workshop.happenings import Take
 from fuseboard.workshop.process import (
     Workshop,
     WorkshopError,
@@ -51,6 +52,10 @@ class Order(Protocol):
     """A graph that is served; see :class:`fuseboard.workshop.life.Life`."""
 
     limit_s: float
+
+    @property
+    def take(self) -> Take:
+        """What is given what happens in the workshop. It doesn't hold the graph."""
 
     @property
     def bytes_to_send(self) -> int:
@@ -150,12 +155,14 @@ class Desk:
     """Serves graphs: has each tried in the workshop, unless an earlier process had, then loaded.
 
     What is known already isn't kept waiting by what is being tried.
+
+    :ivar workshop: the process that tries.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._workshop = Workshop()
-        self._asking = _Thread(self._workshop.close)
+        self.workshop = Workshop()
+        self._asking = _Thread(self.workshop.close)
         self._loading = _Thread(lambda: None)
         self._is_known_to_end = False
 
@@ -217,21 +224,33 @@ class Desk:
         with request_directory(alive.bytes_to_send) as directory:
             with beside(), slices.work():
                 request = alive.request(directory)
-            limit_s = alive.limit_s
+            limit_s, take = alive.limit_s, alive.take
             alive = None  # whoever holds the graph may let go of it meanwhile
             answer: Answer | None
             if isinstance(request, Answer):
                 answer = request
             else:
-                answer = self._answer(request, directory, limit_s, order)
+                answer = self._answer(request, directory, limit_s, order, take)
         if answer is not None:
             self._do(order, lambda alive: alive.answered(answer))
 
     def _answer(
-        self, request: Request, directory: Path, limit_s: float, order: weakref.ref[Order]
+        self,
+        request: Request,
+        directory: Path,
+        limit_s: float,
+        order: weakref.ref[Order],
+        take: Take,
     ) -> Answer | None:
+        def take_beside(happening: Mapping[str, Any]) -> None:
+            with beside(), slices.work():
+                take(happening)
+
+        def wanted() -> bool:
+            return order() is not None
+
         try:
-            return self._workshop.ask(request, directory, limit_s, lambda: order() is not None)
+            return self.workshop.ask(request, directory, limit_s, wanted, take_beside)
         except WorkshopError as error:
             problem = f"the workshop failed: {error}"
             log.warning("fuseboard: %s: %s", request.frame, problem)
@@ -244,7 +263,7 @@ class Desk:
             self._asking.end()
             self._loading.end()
             slices.end(_END_S)
-            self._workshop.end()
+            self.workshop.end()
             remove_directories()
 
 

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from fuseboard.beside import beside
 from fuseboard.board import Session
 from fuseboard.capture.side_runs import CannotCompare
+from fuseboard.contracts import GraphKind
 from fuseboard.errors import containable
 from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
@@ -38,6 +39,7 @@ from fuseboard.workshop.chosen import Chosen
 from fuseboard.workshop.compiling import NotCompiled, compile_here
 from fuseboard.workshop.desk import Next, desk
 from fuseboard.workshop.dynamo_graph import DynamoGraph
+from fuseboard.workshop.happenings import Take
 from fuseboard.workshop.kept_answers import KeptAnswers
 from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.loading import ComputesOtherwise, NotLoaded, load
@@ -100,12 +102,11 @@ class Life:
         training = self._kept.grads and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in inputs
         )
-        self._report = LifeReport(
-            session, self._graph.frame, "forward" if training else "inference"
-        )
+        kind: GraphKind = "forward" if training else "inference"
+        self._report = LifeReport(session, self._graph.frame, kind, self._machine)
         self._training = training
         self._watching = Watching(self._own, training)
-        self._route = Route(self._begin_with)
+        self._route = Route(self._begin_with, self._report)
         self.run = self._route.run
 
     def begin(self) -> Run:
@@ -158,6 +159,10 @@ class Life:
     @property
     def state(self) -> GraphState:
         return self._machine.state
+
+    @property
+    def take(self) -> Take:
+        return self._report.take
 
     @property
     def settled(self) -> bool:
@@ -331,7 +336,7 @@ class Life:
         except NotCompiled as error:
             self.fail(str(error))
             return
-        self._report.give_way()
+        self._report.give_way(*(runner.report for runner in compiled.runners))
         self._chosen = Chosen(compiled, run)
         self._settle_on(run)
 

@@ -14,7 +14,7 @@ from fuseboard.errors import LoweringError, containable
 from fuseboard.lower.caching import Deferred
 from fuseboard.pipeline.call import Compiled
 from fuseboard.report.data import GraphReport
-from fuseboard.run.failure import describe, trip
+from fuseboard.run.failure import describe, record_trip
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_strides
 from fuseboard.workshop.carried import CarriedProgram, NotCarried, unpack
@@ -38,15 +38,19 @@ class ComputesOtherwise(NotLoaded):
     def __init__(self, problem: str, compiled: Compiled) -> None:
         super().__init__(problem)
         sites = [site for runner in compiled.runners for site in runner.program.sites]
+        self._session = compiled.call.pipeline.session
         self.backends = sorted({site.lowered.region.backend for site in sites} - {"eager"})
 
-    def note_in(self, report: GraphReport, name: str) -> None:
+    def note_in(self, report: GraphReport, name: str, exceeded: bool = False) -> None:
         """Record it as a failure that was contained.
 
         :param name: of the graph.
+        :param exceeded: it was right within a budget on the call that was judged.
         """
         who = ", ".join(self.backends) or "AOTAutograd"
-        trip(report, who, "lower", name, self, "Dynamo's own graph")
+        instead = "Dynamo's own graph"
+        tripped = record_trip(report, who, "lower", name, self, instead, exceeded=exceeded)
+        self._session.notify(tripped)
 
 
 def load(

@@ -45,11 +45,13 @@ def main() -> None:
     os.dup2(2, 1)  # compilers print
     requests: queue.SimpleQueue[Path] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    from fuseboard.workshop.happenings import sent_through
     from fuseboard.workshop.rehearsal import answer  # torch loads here
 
     while True:
         directory = requests.get()
-        found = _answer(directory, answer)
+        with sent_through(directory):
+            found = _answer(directory, answer)
         unfinished = directory / "unfinished"
         unfinished.write_bytes(pickle.dumps(found))
         os.replace(unfinished, directory / "answer")

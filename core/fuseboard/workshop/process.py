@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.lower.isolation import how_it_ended, import_as_here, last_line
+from fuseboard.totals import totals
+from fuseboard.workshop.happenings import Happenings, Take
 from fuseboard.workshop.request import Answer, Request
 
 #: What importing torch and the plugins may take.
@@ -54,24 +56,58 @@ class Workshop:
         self._output: Any = None
         self._lock = threading.Lock()
         self._ended = False
+        self._problem = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the child runs. It takes no lock."""
+        child = self._child
+        return child is not None and child.poll() is None
+
+    @property
+    def why_not_alive(self) -> str:
+        """Why no child runs; "" where one does."""
+        if self.is_alive:
+            return ""
+        if self._ended:
+            return "this process ends"
+        return self._problem or "there is nothing to do for it"
 
     def ask(
-        self, request: Request, directory: Path, limit_s: float, wanted: Callable[[], bool]
+        self,
+        request: Request,
+        directory: Path,
+        limit_s: float,
+        wanted: Callable[[], bool],
+        take: Take = lambda happening: None,
     ) -> Answer | None:
         """What it answers; None where nobody waits for it any more.
 
         :param directory: with the inputs' files.
+        :param take: is given what happens meanwhile.
         :raises WorkshopError: it can't be started, ended, or took too long.
         """
+        happenings = Happenings(directory, take)
+        began = time.monotonic()
+        self._problem = ""
         try:
-            return self._asked(request, directory, limit_s, wanted)
-        except (WorkshopError, OSError, ValueError):
+            return self._asked(request, directory, limit_s, wanted, happenings)
+        except (WorkshopError, OSError, ValueError) as error:
             if self._ended:  # the child was killed, and its streams were closed in another thread
                 return None
+            self._problem = f"the last one failed: {error}"
             raise
+        finally:
+            happenings.read()
+            totals.asked_workshop(time.monotonic() - began)
 
     def _asked(
-        self, request: Request, directory: Path, limit_s: float, wanted: Callable[[], bool]
+        self,
+        request: Request,
+        directory: Path,
+        limit_s: float,
+        wanted: Callable[[], bool],
+        happenings: Happenings,
     ) -> Answer | None:
         (directory / "request").write_bytes(pickle.dumps(request))
         child = self._running()
@@ -84,6 +120,7 @@ class Workshop:
         except OSError as error:
             raise self._broken(child, directory) from error
         while not select.select([child.stdout], [], [], _POLL_S)[0]:
+            happenings.read()
             if not wanted() or self._ended:
                 self.close()
                 return None

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fuseboard.board import Session
 from fuseboard.contracts import Event, GraphKind
+from fuseboard.living import Living
 from fuseboard.lower import background
 from fuseboard.report.data import GraphReport, ledger
 from fuseboard.report.names import call_numbers, next_name
 from fuseboard.report.settled import tell_settled
 from fuseboard.report.structured_trace import emit
-from fuseboard.workshop.states import GraphState
+from fuseboard.totals import totals
+from fuseboard.workshop.states import GraphState, StateMachine
 
 log = logging.getLogger("fuseboard")
 
 _STATES = frozenset(state.value for state in GraphState)
 
+#: Of the graphs that somebody may call.
+living: Living[LifeReport] = Living()
+
 
 class LifeReport:
     """A report that says what answers the calls, until there are reports of what was compiled.
 
+    It lives as long as somebody may call the graph.
+
     :ivar data: as it stands in the ledger.
     :ivar number: of the backend's call.
+    :ivar shown: it, or those that have taken its place.
     """
 
-    def __init__(self, session: Session, frame: str, kind: GraphKind) -> None:
+    def __init__(
+        self, session: Session, frame: str, kind: GraphKind, machine: StateMachine
+    ) -> None:
         self._session = session
+        self._machine = machine
         self.number = next(call_numbers)
         self.data = GraphReport(
             f"graph{next(background.numbers)}",
@@ -39,12 +51,25 @@ class LifeReport:
             backends=tuple(info.name for info in session.backends),
             settled=False,
         )
-        self._shown: tuple[GraphReport, ...] = (self.data,)
+        self.shown: tuple[GraphReport, ...] = (self.data,)
         self._began = time.perf_counter()
+        living.add(self)
+
+    @property
+    def state(self) -> GraphState:
+        return self._machine.state
 
     @property
     def name(self) -> str:
         return self.data.name
+
+    def take(self, happening: Mapping[str, Any]) -> None:
+        """Tell of what has happened in the workshop."""
+        if "lookup" in happening:
+            totals.looked_up(happening["lookup"])
+            return
+        event = {**happening["event"], "graph": self.name, "process": "workshop"}
+        self._session.notify(Event(**event))
 
     def show(self) -> None:
         """Put it into the ledger."""
@@ -61,12 +86,12 @@ class LifeReport:
     def give_way(self, *reports: GraphReport) -> None:
         """Reports of what was compiled take its place."""
         ledger.replace(self.data, *reports)
-        self._shown = reports
+        self.shown = reports
 
     def refused(self, problem: str) -> None:
         """Dynamo's own graph answers all calls."""
         self.tell_state(GraphState.REFUSED)
-        for report in self._shown:
+        for report in self.shown:
             report.settled = True
             report.instead = f"Dynamo's own graph runs: {problem}"
             log.info("fuseboard: %s: %s", report.frame, report.instead)
@@ -100,4 +125,4 @@ class LifeReport:
 
     def over(self) -> None:
         """Tell callbacks that nothing is left to try."""
-        tell_settled(*self._shown)
+        tell_settled(*self.shown)

@@ -145,7 +145,15 @@ class Timing:
             graph = self._report.name
             if decide(self._session, graph, error.plugin, "profile", error) == "raise":
                 raise
-            trip(self._report, error.plugin, "profile", graph, error, "the default measuring")
+            trip(
+                self._session,
+                self._report,
+                error.plugin,
+                "profile",
+                graph,
+                error,
+                "the default measuring",
+            )
             measured = measure_calls(calls, budget_s)
         return measured  # type: ignore[no-any-return]
 

@@ -380,7 +380,7 @@ class Tuner:
         if decide(self._session, self.name, "eager", "profile", error) == "raise":
             self._failed(candidate, "profile", error)
         instead = "the graph as captured, op by op"
-        trip(self._report, "eager", "profile", self.name, error, instead)
+        trip(self._session, self._report, "eager", "profile", self.name, error, instead)
         candidate.dynamo_site = candidate.program = None
         self._runner.uncompiled = self._runner.captured.eager
         return self._lower(candidate, defers=False) and self._verify(
@@ -446,4 +446,4 @@ class Tuner:
         what = f"candidate {candidate.name!r} of graph {self.name!r} failed in stage {stage!r}"
         contain(self._session, self.name, plugin, stage, error, what)
         source = next((s for r in candidate.regions for s in r.sources), "")
-        trip(self._report, plugin, stage, self.name, error, instead, source)
+        trip(self._session, self._report, plugin, stage, self.name, error, instead, source)

@@ -224,7 +224,7 @@ class WholeCalls:
             problem = f"it wrote{others} to the inputs {list(written)} of a call that was timed"
             error = ContractError(backend, "fuseboard_lower", problem)
             contain(session, report.name, backend, "profile", error, "")
-            trip(report, backend, "profile", report.name, error, "Dynamo's own graph")
+            trip(session, report, backend, "profile", report.name, error, "Dynamo's own graph")
         failed = CandidateReport(COMPILED, "failed", problem=describe(error))
         self._stored.record(EAGER, [failed], settled=True)
         for runner in self._runners:
