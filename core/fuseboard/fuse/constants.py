@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from fuseboard.ops.effects import drop_unread, order_keepers
 from fuseboard.ops.estimate import is_attention, is_contraction, is_free, sizes, value_bytes
@@ -182,9 +183,9 @@ def _pays(node: Node, constant: set[Node], made_by_fusions: Collection[str]) -> 
         seen.add(current)
         if current.name in made_by_fusions and not is_free(current):
             return True
-        value = current.meta.get("val")
-        if not is_free(current) and isinstance(value, torch.Tensor):
-            work += math.prod(sizes(value))
+        if not is_free(current):
+            made = tree_leaves(current.meta.get("val"))  # an op may have several results
+            work += sum(math.prod(sizes(one)) for one in made if isinstance(one, torch.Tensor))
         pending.extend(used for used in current.all_input_nodes if used in constant)
     return work >= MIN_ELEMENTS
 

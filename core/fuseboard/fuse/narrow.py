@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fuseboard.contracts import Fusion, Narrowing
 from fuseboard.fuse.narrow_integers import narrowing_to_int8
+from fuseboard.fuse.narrow_weights import narrowing_to_int4
 from fuseboard.fuse.reading import dtype_of, value_of
 from fuseboard.fuse.writing import Writer
 from fuseboard.hookspecs import hookimpl
@@ -48,8 +49,8 @@ def fuseboard_narrow(graph: GraphModule) -> list[Narrowing] | None:
     if not products:
         return None
     found = [_narrowing(graph, products, dtype) for dtype in (torch.bfloat16, torch.float16)]
-    in_integers = narrowing_to_int8(graph)
-    return found if in_integers is None else [*found, in_integers]
+    in_integers = (narrowing_to_int8(graph), narrowing_to_int4(graph))
+    return [*found, *(one for one in in_integers if one is not None)]
 
 
 def _narrowing(graph: GraphModule, products: Sequence[Node], dtype: torch.dtype) -> Narrowing:

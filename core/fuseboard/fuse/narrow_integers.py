@@ -35,7 +35,7 @@ _LARGEST_WEIGHT = 127
 
 def narrowing_to_int8(graph: GraphModule) -> Narrowing | None:
     """Offer a graph's linear layers in int8; None where it has none, or isn't on the CPU."""
-    layers = [node for node in graph.graph.nodes if _is_layer(node)]
+    layers = [node for node in graph.graph.nodes if is_layer(node)]
     if not layers or quantised_ops() is None:
         return None
     whole = not cuts_off_int8_sums()
@@ -48,23 +48,25 @@ def narrowing_to_int8(graph: GraphModule) -> Narrowing | None:
     )
 
 
-def _is_layer(node: Node) -> bool:
+def is_layer(node: Node) -> bool:
     """Whether a node multiplies float32 by an input of the graph, which a weight is."""
     if node.op != "call_function" or node.target not in _LINEAR or node.kwargs:
         return False
-    x, weight = _operands(node)
-    held: Any = weight.args[0] if _is_transpose(weight) else weight
+    x, weight = operands(node)
+    held: Any = weight.args[0] if is_transpose(weight) else weight
     if held.op != "placeholder" or dtype_of(x) != torch.float32 or dtype_of(held) != torch.float32:
         return False
     return value_of(held).device.type == "cpu"  # type: ignore[union-attr]
 
 
-def _operands(node: Node) -> tuple[Node, Node]:
+def operands(node: Node) -> tuple[Node, Node]:
+    """What goes into a layer, and its weight (in, out)."""
     x, weight = node.args[-2:]
     return x, weight  # type: ignore[return-value]
 
 
-def _is_transpose(node: Node) -> bool:
+def is_transpose(node: Node) -> bool:
+    """Whether a node is the transpose of what it reads."""
     return node.target is aten.t.default or (
         node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
     )
@@ -85,7 +87,7 @@ class _Narrower:
     def narrow(self, layer: Node) -> None:
         """Let a layer read what its input and its weight are rounded to."""
         write = Writer(self._graph, layer)
-        x, weight = _operands(layer)
+        x, weight = operands(layer)
         args = (*layer.args[:-2], self._input(x, write), self._weight(weight, write))
         layer.replace_all_uses_with(write.function(layer.target, *args))
         self._graph.graph.erase_node(layer)
@@ -109,8 +111,8 @@ class _Narrower:
     def _weight(self, weight: Node, write: Writer) -> Node:
         """A weight (in, out), rounded as its transpose."""
         if weight not in self._rounded:
-            is_transpose = _is_transpose(weight)
-            held = weight.args[0] if is_transpose else write.function(aten.t.default, weight)
+            turned = is_transpose(weight)
+            held = weight.args[0] if turned else write.function(aten.t.default, weight)
             rounded = self._round_weight(held, write)
             self._rounded[weight] = write.function(aten.t.default, rounded)
         return self._rounded[weight]

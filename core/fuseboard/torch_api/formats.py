@@ -56,6 +56,22 @@ def cuts_off_int8_sums() -> bool:
         return bool((sums != 64 * 255 * 127).any())
 
 
+@functools.cache
+def int4_product() -> Any:
+    """ATen's product by packed weights of 4 bits; None where this CPU has no vector kernel for it.
+
+    ``aten/src/ATen/native/cpu/int4mm_kernel.cpp`` has some for AVX2 and AVX-512 (torch 2.13).
+    """
+    product: Any = getattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None)
+    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if product is None or not has_vectors:
+        return None
+    names = [one.name for one in product.default._schema.arguments]
+    packs = hasattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu")
+    as_read = names == ["self", "mat2", "qGroupSize", "qScaleAndZeros"]
+    return product.default if packs and as_read else None
+
+
 def _says(owner: Any, name: str) -> bool:
     """What a probe says, where this torch has it."""
     probe = getattr(owner, name, None)

@@ -1,0 +1,136 @@
+"""Linear layers with weights of 4 bits: what they mean, and where they are within a budget."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fuseboard.ops.four_bits import GROUP, pack_in_4_bits
+from fuseboard.torch_api import formats
+from tests.support import narrowing
+from tests.support.narrowing import report, rows
+
+pytestmark = pytest.mark.skipif(
+    formats.int4_product() is None, reason="torch has no vector kernel for int4 on this CPU"
+)
+
+compiled = partial(narrowing.compiled, tolerance=2e-2)
+EPS = torch.finfo(torch.bfloat16).eps
+
+
+@pytest.fixture(autouse=True)
+def _measured(policy_measured, monkeypatch):
+    """Choices are measured, within calls, and no half type is offered, whatever the CPU has."""
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, device_type: False)
+
+
+def on_grid(rows, columns, symmetric=False):
+    """A weight of 16 steps in each group, as GGUF's Q4_0 (symmetric) and Q4_1 hold it."""
+    numbers = torch.randint(0, 16, (rows, columns // GROUP, GROUP)).float()
+    numbers[..., 0] = 0
+    shape = (rows, columns // GROUP, 1)
+    if symmetric:
+        scale = (torch.rand(shape) + 0.5) * torch.randn(shape).sign() / 50
+        return ((numbers - 8) * scale).view(rows, columns)
+    numbers[..., 1] = 15
+    scale, low = (torch.rand(shape) + 0.5) / 50, -torch.rand(shape) / 5
+    return (numbers * scale + low).view(rows, columns)
+
+
+def model(*weights):
+    layers = [nn.Linear(*reversed(weight.shape)) for weight in weights]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight.data = weight
+    return nn.Sequential(*layers).eval()
+
+
+# --- the op ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.whole
+def test_a_weight_on_a_grid_is_found_again(symmetric):
+    """But for the rounding of its scales; more rows than are rounded at a time are the same."""
+    weight = on_grid(4096 + 64, 3 * GROUP, symmetric)
+    packed, scales = pack_in_4_bits(weight)
+    x = torch.eye(3 * GROUP)[:4]
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu
+    got = product(x.bfloat16(), packed, GROUP, scales).double()
+    sizes = weight.abs().view(len(weight), -1, GROUP).amax(-1)  # what is added may be as large
+    off = (got - weight.t()[:4].double()).abs() / sizes[:, 0].double()
+    assert float(off.max()) < 2 * EPS
+
+
+def test_what_is_not_finite_stays_so():
+    """And takes no more than its group with it; a group of zeros is zeros."""
+    weight = torch.zeros(64, 2 * GROUP)
+    weight[3, 5], weight[4, GROUP] = torch.nan, torch.inf
+    packed, scales = pack_in_4_bits(weight)
+    x = torch.ones(1, 2 * GROUP).bfloat16()
+    got = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)[0]
+    assert not got[3:5].isfinite().any()
+    assert bool((got[:3] == 0).all())
+    assert bool((got[5:] == 0).all())
+
+
+# --- in a graph -----------------------------------------------------------------------------------
+
+
+def test_a_weight_on_a_grid_is_narrowed():
+    """Its results are those of its floats, up to the roundings of bfloat16; a bias is added."""
+    module, x = model(on_grid(128, 64), on_grid(64, 128, symmetric=True)), torch.randn(2, 64)
+    with torch.no_grad():
+        got = compiled(module, tolerance=2e-2)(x)
+        want = module.double()(x.double())
+    assert got.dtype == torch.float32
+    assert float((got - want).norm() / want.norm()) < EPS
+    row = rows()["eager in int4"]
+    assert row.state == "chosen"
+    assert 1e-4 < row.error < EPS
+    assert "in int4: 2 rewrites by narrow" in " ".join(report().notes)
+
+
+def test_a_weight_changed_in_place_is_rounded_again():
+    module, x = model(on_grid(64, 64)), torch.randn(1, 64)
+    with torch.no_grad():
+        run = compiled(module)
+        run(x)
+        assert rows()["eager in int4"].state == "chosen"
+        module[0].weight.mul_(2)
+        got, want = run(x), module.double()(x.double())
+    assert float((got - want).norm() / want.norm()) < EPS
+
+
+def test_other_weights_are_not_narrowed():
+    """Random ones have 8 % of error, one with an outlier in a group more; the others are."""
+    torch.manual_seed(0)
+    random, planted = torch.randn(64, 64) / 8, on_grid(64, 64)
+    planted[:, 7] *= 1000
+    module, x = model(on_grid(64, 64), random, on_grid(64, 64), planted), torch.randn(1, 64)
+    with torch.no_grad():
+        got = compiled(module)(x)
+        want = module.double()(x.double())
+    assert float((got - want).norm() / want.norm()) < 2e-2
+    (part,) = (one for one in report().parts if one.name == "in int4")
+    assert [place.exact for place in part.places] == [False, True, False, True]
+    assert part.whole_error > 2e-2
+    assert "partly in int4" in next(row.name for row in rows().values() if row.state == "chosen")
+
+
+@pytest.mark.parametrize("shape", [(5, 64, 64), (1, 48, 64), (1, 64, 65)])
+def test_what_the_kernel_does_not_gain_by_is_not_offered(shape):
+    """More rows than 4, and sizes that it doesn't divide."""
+    count, inner, outer = shape
+    with torch.no_grad():
+        compiled(nn.Linear(inner, outer))(torch.randn(count, inner))
+    assert not any("int4" in name for name in rows())
+
+
+def test_without_a_tolerance_nothing_changes():
+    module, x = model(on_grid(64, 64)), torch.randn(1, 64)
+    with torch.no_grad():
+        assert torch.equal(compiled(module, tolerance=0)(x), module(x))
+    assert list(rows()) == ["eager"] or not any("int4" in name for name in rows())
