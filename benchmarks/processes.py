@@ -171,11 +171,13 @@ def _outcome(
     return Outcome(failure=f"ended with code {code} during {during!r}: {last}", during=during)
 
 
-def last_line(program: str, request: str) -> str:
+def last_line(program: str, request: str, timeout_s: float | None = None) -> str:
     """What a Python program prints last, one thread, in a process of its own with empty caches.
 
     :param program: the program's text, and ``request`` its argument.
+    :param timeout_s: so long it may take; None: as long as it does.
     :raises subprocess.CalledProcessError: it failed.
+    :raises subprocess.TimeoutExpired: it took longer.
     """
     with empty_caches() as folder:
         answer = subprocess.run(
@@ -185,5 +187,6 @@ def last_line(program: str, request: str) -> str:
             check=True,
             stdout=subprocess.PIPE,
             text=True,
+            timeout=timeout_s,
         )
     return answer.stdout.splitlines()[-1]
