@@ -357,7 +357,7 @@ def fuseboard_on_failure(
 
 
 @hookspec
-def fuseboard_event(event: Event) -> None:
+def fuseboard_event(event: Event, options: Any) -> None:
     """Observe compiles and failures. An observer that raises is reported and can't break a compile.
 
     Called in the user's process, also for what happens in the workshop, in the thread in which it

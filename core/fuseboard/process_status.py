@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,6 +19,8 @@ from fuseboard.totals import totals
 from fuseboard.workshop import reporting
 from fuseboard.workshop.desk import desk
 from fuseboard.workshop.states import GraphState
+
+_Unit = Literal["seconds", "bytes", ""]
 
 
 class _Data(BaseModel):
@@ -110,6 +114,96 @@ class Status(_Data):
     prepared_bytes: int
     workshop: WorkshopStatus
     cache: CacheStatus
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """The same as metrics, for exporters: always the same ones, with few labels."""
+        cache, latest = self.cache, self.latest_trip
+        trips: dict[tuple[str, ...], float] = {
+            (one.plugin, one.stage): one.count for one in self.trips
+        }
+        lookups = {"hit": cache.hits, "miss": cache.misses, "damaged": cache.damaged}
+        return (
+            _by("graphs", "Graphs that can be called", "state", self.graphs),
+            _by("candidates", "Candidates of these graphs", "state", self.candidates),
+            Metric(
+                name="trips",
+                help="Failures that were contained",
+                counts=True,
+                labels=("plugin", "stage"),
+                samples=trips,
+            ),
+            _one(
+                "latest_trip_time",
+                "When a failure was contained last, since 1970; 0: never",
+                0.0 if latest is None else latest.at_s,
+                "seconds",
+            ),
+            _one("swaps", "Graphs whose calls compiled code took over", self.swaps, counts=True),
+            _one(
+                "budgets_exceeded",
+                "Results farther from float64 than the setting tolerance allows",
+                self.budgets_exceeded,
+                counts=True,
+            ),
+            _by(
+                "compile",
+                "Compiling, judging and loading, by process",
+                "process",
+                self.compile_s,
+                "seconds",
+                counts=True,
+            ),
+            _by(
+                "stage", "The stages in this process", "stage", self.stage_s, "seconds", counts=True
+            ),
+            _one(
+                "prepared", "What is kept of weights in another form", self.prepared_bytes, "bytes"
+            ),
+            _one("workshop_alive", "Whether the workshop's process runs", self.workshop.alive),
+            _one(
+                "workshop_graphs",
+                "Graphs that the workshop was given",
+                self.workshop.graphs_asked,
+                counts=True,
+            ),
+            _one("cache_size", "Files of the cache", cache.size_bytes, "bytes"),
+            _one("cache_limit", "What they may take", cache.limit_bytes, "bytes"),
+            _by("cache_lookups", "Searches in the cache", "outcome", lookups, counts=True),
+        )
+
+
+class Metric(_Data):
+    """One metric of a status.
+
+    :ivar name: without a prefix and the unit.
+    :ivar unit: ``seconds``, ``bytes`` or "".
+    :ivar counts: it only grows; else it goes up and down.
+    :ivar labels: what samples are told apart by.
+    :ivar samples: values of the labels → number.
+    """
+
+    name: str
+    help: str
+    unit: _Unit = ""
+    counts: bool = False
+    labels: tuple[str, ...] = ()
+    samples: dict[tuple[str, ...], float]
+
+
+def _one(name: str, help: str, value: float, unit: _Unit = "", counts: bool = False) -> Metric:
+    return Metric(name=name, help=help, unit=unit, counts=counts, samples={(): value})
+
+
+def _by(
+    name: str,
+    help: str,
+    label: str,
+    values: Mapping[str, float],
+    unit: _Unit = "",
+    counts: bool = False,
+) -> Metric:
+    samples: dict[tuple[str, ...], float] = {(key,): value for key, value in values.items()}
+    return Metric(name=name, help=help, unit=unit, counts=counts, labels=(label,), samples=samples)
 
 
 def status() -> Status:
