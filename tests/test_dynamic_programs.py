@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch.nn import functional as F
 
-import fuseboard
 from fuseboard.report.data import ledger
-from tests.support.backends import all_trips, last_graph, plugged
+from tests.support.backends import all_trips, plugged
 from tests.support.values import rnd, strides
-
-TEMPLATE = Path(__file__).parents[1] / "examples" / "plugin_template"
 
 #: Each keeps a batch of n rows, or makes another size of it; x is (n, m), y is (n, m).
 STEPS = {
@@ -91,54 +85,3 @@ def test_symbolic(drawn):
     with plugged("other"):
         plan = {"plan": "tests.support.plans:shuffled"}
         agrees(*drawn, backends=["other", "eager"], stages=plan, verify="always")
-
-
-@search
-@given(programs())
-@pytest.mark.thorough
-def test_specialised(drawn):
-    """A backend without dynamic shapes among others; some batches beyond ``max_shapes``."""
-    with plugged("static", info={"dynamic_shapes": False}), plugged("other"):
-        agrees(
-            *drawn,
-            backends=["static", "other", "eager"],
-            stages={"plan": "tests.support.plans:shuffled"},
-            dynamic="specialise",
-            max_shapes=2,
-        )
-
-
-@pytest.fixture
-def numpy_plugin(monkeypatch):
-    """The template's plugin, a real engine that knows plain sizes only."""
-    pytest.importorskip("numpy")
-    monkeypatch.syspath_prepend(str(TEMPLATE))
-    import fuseboard_mychip
-
-    fuseboard.register(fuseboard_mychip, "mychip")
-    yield
-    fuseboard.unregister("mychip")
-    for name in [name for name in sys.modules if name.startswith("fuseboard_mychip")]:
-        del sys.modules[name]
-
-
-def test_a_real_engine(numpy_plugin):
-    """NumPy, whose code holds its sizes: as many combinations as calls bring, none wrong."""
-
-    def f(x, y):
-        return ((x + y[: x.shape[0]]) * x).sin() / x.shape[0]
-
-    torch._dynamo.reset()
-    ledger.clear()
-    options = {"backends": ["mychip", "eager"], "dynamic": "specialise", "on_failure": "raise"}
-    options["stages"] = {"plan": "tests.support.plans:first_claimer"}
-    fn = torch.compile(f, backend="fuseboard", dynamic=True, options=options)
-    for n in (4, 7, 9, 4, 7):
-        x, y = rnd(n, 5), rnd(n + 3, 5, seed=1)
-        with torch.no_grad():
-            torch.testing.assert_close(fn(x, y), f(x, y))
-    graph = last_graph()
-    (region,) = [region for region in graph.regions if region.backend == "mychip"]
-    assert len(region.specialised) == 3
-    assert {"aten.sin.default", "aten.mul.Tensor"} <= set(region.ops)
-    assert sum(graph.kind == "inference" for graph in ledger.graphs()) == 1

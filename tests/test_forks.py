@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fuseboard import forks
-from fuseboard.lower.specialise import compile_lock
+from fuseboard.torch_api.compiling import compile_lock
 from fuseboard_inductor import _freeze
 from fuseboard_mkldnn import _pack
 

@@ -67,15 +67,6 @@ def test_all_is_told_in_words():
         assert told in text, told
 
 
-def test_the_sizes_that_a_region_was_compiled_for_are_told():
-    """In words and in the picture's details."""
-    explanation = layered(2)
-    explanation.graphs[0].regions[0].specialised += ["n = 3", "n = 5"]
-    html = explanation.to_html()
-    assert "compiled for 2 combinations of sizes: n = 3; n = 5" in words(html)
-    assert "compiled for n = 3; n = 5" in json.dumps(data(html))
-
-
 def test_every_section_is_there_with_its_heading():
     """A section is a row of the list and a template."""
     html = layered(2).to_html()

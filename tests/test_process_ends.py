@@ -17,9 +17,9 @@ import torch
 
 import fuseboard
 from fuseboard.lower import background
-from fuseboard.lower.specialise import compile_lock
 from fuseboard.profile.costs.database import CostDatabase, Decision
 from fuseboard.profile.costs.rows import NOT_TRIED
+from fuseboard.torch_api.compiling import compile_lock
 from tests.support import crashing_plugin
 from tests.support.backends import (
     all_trips,

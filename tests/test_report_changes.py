@@ -26,7 +26,6 @@ from tests.support.backends import (
     plugged,
 )
 from tests.support.contained import Boom, boom
-from tests.support.specialising import specialised, static
 from tests.support.values import assert_same, rnd
 
 QUICK = {"compiles_quickly": True}
@@ -180,26 +179,6 @@ def test_regions_that_share_their_code_are_told_together():
     assert {region.backend for region in report.regions} == {"eager"}
     assert {node.backend for node in report.nodes} == {"eager"}
     assert len(report.trips) == 1
-
-
-def test_one_combination_of_sizes_that_tripped_is_told_in_a_note():
-    """The others stay on the backend; what is told as compiled is what runs."""
-
-    def wrong(args):
-        return boom() if args[0].shape[0] == 5 else None
-
-    def code(eager_call, region):
-        return lambda args: wrong(args) or eager_call(args)
-
-    with static(call=code), torch.no_grad():
-        fn = specialised(f)
-        for n in (4, 5, 6, 5):
-            assert_same(fn(rnd(n, 3)), f(rnd(n, 3)))
-    (region,) = last_graph().regions
-    assert region.backend == "static"
-    assert len(region.specialised) == 2
-    assert not any("= 5" in sizes for sizes in region.specialised)
-    assert any(n.startswith("eager runs where") and "= 5" in n for n in region.notes)
 
 
 # --- eager itself ---------------------------------------------------------------------------------

@@ -166,22 +166,3 @@ def test_weights_that_change_while_memory_is_short(free):
             for _ in range(20):
                 assert_equal(fn(x), model(x))
     assert not all_trips()
-
-
-def test_specialised_regions_run_in_eager_where_memory_becomes_short(free, monkeypatch):
-    """One trip, and not an exception in every call."""
-    monkeypatch.setenv("FUSEBOARD_DYNAMIC", "specialise")
-    info = {"dynamic_shapes": False}
-    with plugged("packer", fuse=pack_linears, info=info) as backend:
-        model = Linear()
-        fn = compiled(model, backend, dynamic=True)
-        with torch.no_grad():
-            for rows in (3, 4, 3):
-                x = model.inputs()[:1].repeat(rows, 1)
-                assert_equal(fn(x), model(x))
-            free(100)
-            overwrite(model)
-            for _ in range(3):
-                assert_same(fn(x), model(x))
-    (trip,) = all_trips()
-    assert "prepare_memory" in trip.error

@@ -317,14 +317,11 @@ def test_another_compile_recalls_it_for_other_first_sizes(monkeypatch):
 
 
 def test_what_stays_within_calls_says_why():
-    """Code for the sizes of each call, and floats that change."""
-    options = {"backends": ["mkldnn", "eager"], "dynamic": "specialise", "measure_s": 0.01}
-    run = torch.compile(f, backend="fuseboard", options=options, dynamic=True)
-    torch.testing.assert_close(run(x := torch.randn(4, 3)), f(x))
+    """Floats that change."""
+    x = torch.randn(4, 3)
     scaled = pinned(lambda x, by: x * by, dynamic=True)
     torch.testing.assert_close(scaled(x, 0.5), x * 0.5)
     notes = [note for graph in ledger.graphs() for note in graph.notes]
-    assert any("compiles for the sizes that each call brings" in note for note in notes)
     assert any("a float that changes from call to call" in note for note in notes)
     assert lives() == []
 

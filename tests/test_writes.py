@@ -21,7 +21,6 @@ from tests.support.backends import (
     plugged,
 )
 from tests.support.contained import check, f, on_region, train
-from tests.support.specialising import batch_of, specialised, static
 from tests.support.values import assert_same, rnd
 
 QUICK = {"compiles_quickly": True}
@@ -206,26 +205,6 @@ def test_a_region_that_writes_to_another_regions_result():
         check(fn, x, y, reference=g)
     (trip,) = all_trips()
     assert (trip.plugin, trip.instead) == ("bad", "eager")
-
-
-def test_code_for_one_size_that_writes_to_its_inputs():
-    """What is made for a size when a call brings it is judged on copies as well."""
-
-    def lower(region, inputs):
-        call = fuseboard.lower_eagerly(region).call
-        if batch_of(region) == 5:
-            call = writing(WAYS["op"])(call, region)
-        return fuseboard.LoweredRegion(call=call)
-
-    with static(lower=lower):
-        fn = specialised(g)
-        for n in (4, 5, 6, 5):
-            x, y = rnd(n, 4), rnd(4, 4, seed=1)
-            before = x.clone()
-            check(fn, x, y, calls=1, reference=g)
-            assert_same(x, before)
-    (trip,) = all_trips()
-    assert (trip.plugin, trip.instead) == ("static", "eager where x.size()[0] = 5, x.size()[1] = 4")
 
 
 def test_parts_of_a_wrong_region_run_on_copies():

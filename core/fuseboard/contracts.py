@@ -279,18 +279,17 @@ class Trip:
 class Event:
     """Something that happened to a graph, for observers.
 
-    :ivar name: ``fuse`` (the graph as a whole was rewritten), ``plan``, ``lower`` (one region, or
-        one combination of its sizes), ``choose`` (what runs from now on, once candidates were
-        compared), ``graph`` (all that is compiled before a call is compiled) or ``trip`` (a failure
-        was contained).
+    :ivar name: ``fuse`` (the graph as a whole was rewritten), ``plan``, ``lower`` (one region),
+        ``choose`` (what runs from now on, once candidates were compared), ``graph`` (all that is
+        compiled before a call is compiled) or ``trip`` (a failure was contained).
     :ivar graph: the name of its report. Of what happens in the workshop, the name that the graph
         has until something compiled takes over.
     :ivar seconds: how long it took; 0 where that isn't measured.
     :ivar details: numbers and names, by event: ``offered`` of ``fuse``, ``regions`` of ``plan``,
-        ``region`` and ``backend`` (and ``sizes``) of ``lower``, ``kind`` and ``trips`` of
-        ``graph``; of ``choose`` the ``winner``, with ``settled``, or with ``whole`` where whole
-        calls were compared; of ``trip`` what a :class:`Trip` has, and ``exceeded`` where results of
-        a call were farther from float64 than the setting ``tolerance`` allows.
+        ``region`` and ``backend`` of ``lower``, ``kind`` and ``trips`` of ``graph``;
+        of ``choose`` the ``winner``, with ``settled``, or with ``whole`` where whole calls were
+        compared; of ``trip`` what a :class:`Trip` has, and ``exceeded`` where results of a call
+        were farther from float64 than the setting ``tolerance`` allows.
     :ivar process: where it happened: in the ``user``'s, or in the ``workshop``, the process that
         tries candidates beside the calls. Observers are called in the user's for both.
     """

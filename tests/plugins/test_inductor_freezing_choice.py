@@ -54,23 +54,6 @@ def test_symbolic_sizes_are_declined():
 
 
 @pytest.mark.thorough
-def test_each_combination_of_sizes_is_frozen_where_that_is_asked_for():
-    """The setting ``dynamic``: the combinations share nothing but the weights."""
-    model = Layers()
-    options = {"backends": [NAME, "eager"], "dynamic": "specialise"}
-    fn = torch.compile(model, backend="fuseboard", dynamic=True, options=options)
-    for rows in (4, 7, 4):
-        check(model, fn, rnd(rows, 21))
-    with torch.no_grad():
-        model.weight.mul_(-1)
-    for rows in (4, 7):
-        check(model, fn, rnd(rows, 21), after="a change")
-    (region,) = last_graph().regions
-    assert (region.backend, len(region.specialised)) == (NAME, 2)
-    assert all_trips() == []
-
-
-@pytest.mark.thorough
 def test_graphs_within_a_graph_are_compiled_one_by_one():
     """The op itself is declined; each of its graphs is a region's worth, with weights as inputs."""
 

@@ -192,18 +192,6 @@ class Settings(BaseModel):
         "Lower a model's repeated blocks once and call the code for each: where it is estimated "
         "to cost nothing in a call, wherever there are any, or never.",
     )
-    dynamic: Literal["decline", "specialise"] = _setting(
-        "decline",
-        "'decline', 'specialise'",
-        "What becomes of symbolic sizes on a backend that can't have them: it declines, or it "
-        "compiles for each combination of sizes, up to max_shapes.",
-    )
-    max_shapes: int = _setting(
-        8,
-        "a whole number from 1",
-        "How many combinations of sizes one region is specialised for; further ones run in eager.",
-        ge=1,
-    )
     hoist: bool = _setting(
         True,
         "true or false",

@@ -284,8 +284,6 @@ def _region(region: RegionReport, trips: Sequence[Trip]) -> dict[str, Any]:
     if region.hoisted:
         values = words.many(region.hoisted, "value")
         rows.append(("hoisted", f"{values} of weights computed outside the calls"))
-    if region.specialised:
-        rows.append(("sizes", f"compiled for {'; '.join(region.specialised)}"))
     rows += [("note", note) for note in dict.fromkeys(region.notes)]
     rows += [
         ("tripped", f"{trip.plugin} in stage {trip.stage}: {trip.error}; {trip.instead} ran")

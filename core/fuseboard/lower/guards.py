@@ -15,9 +15,8 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session
 from fuseboard.errors import LoweringError
-from fuseboard.lower.static import is_symbolic
 from fuseboard.torch_api import internals as torch_internals
-from fuseboard.torch_api.symbols import GuardWatch
+from fuseboard.torch_api.symbols import GuardWatch, is_symbolic
 
 
 class SizeFixed(LoweringError):

@@ -26,8 +26,6 @@ from fuseboard.lower.inner_graphs import lower_around
 from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.op_levels import LevelKey, OpLevels
 from fuseboard.lower.overriding import Decided, Overriding, given_to
-from fuseboard.lower.specialise import Specialised
-from fuseboard.lower.static import is_symbolic
 from fuseboard.lower.wrapping import wrap_region
 from fuseboard.partition.inner_plans import InnerPlan, InnerPlans
 from fuseboard.partition.regions import Cut
@@ -169,8 +167,6 @@ class Lowering:
         report.same_as = known.region.name
         report.hoisted = known.values
         region = given_to(region, report.backend, self.session)
-        if not known.inner and self._wants_numbers(region):
-            return self._specialise(region, report)
         bare, shown = self._bare[region.signature]
         shown = dataclasses.replace(shown, name=region.name, source=region.source)
         return dataclasses.replace(
@@ -250,37 +246,8 @@ class Lowering:
     ) -> Lowered:
         if plans := self._plans_for(region.backend, region.graph):
             return self._lower_around(region, report, weights, plans)
-        if self._wants_numbers(region):
-            return self._specialise(region, report)
         with watching_guards(self.session, region.backend, region.graph, report.notes):
             return self._lower_graph(region, report, weights)
-
-    def _wants_numbers(self, region: Region) -> bool:
-        """Whether a region has symbolic sizes, and its backend can't have them."""
-        info = next(info for info in self.session.backends if info.name == region.backend)
-        return not info.dynamic_shapes and is_symbolic(region.graph)
-
-    def _specialise(self, region: Region, report: RegionReport) -> Lowered:
-        """Code for each combination of sizes; isomorphic regions share what the backend makes."""
-        counter = self.counter
-        offered = counter.offered
-
-        def lower(static: Region, region_report: RegionReport) -> Lowered:
-            known = self._known.get(static.signature)
-            if known is not None and not self._bakes(known):
-                return self._again(known, static, region_report)
-            # Each specialisation numbers its fusions as the first did.
-            first = not report.specialised
-            own = counter if first else dataclasses.replace(counter, offered=offered, applied=[])
-            lowering = dataclasses.replace(self, counter=own)
-            lowering._known, lowering._bare = self._known, self._bare
-            made = lowering._lower_graph(static, region_report)
-            self._known[static.signature] = made
-            return made
-
-        call = Specialised(region, self.session, self.report, report, lower).call
-        count = len(region.graph.graph.find_nodes(op="placeholder"))
-        return Lowered(region, call, call, tuple(range(count)))
 
     def _lower_graph(
         self,

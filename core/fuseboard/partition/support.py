@@ -8,7 +8,6 @@ import torch
 from torch.fx import Node
 
 from fuseboard.contracts import BackendInfo
-from fuseboard.ops.inner_graphs import inner_nodes
 from fuseboard.partition.claims import first_reason
 from fuseboard.torch_api import symbols as torch_symbols
 
@@ -27,13 +26,13 @@ class Support:
         self._plain: dict[tuple[torch.dtype, torch.device], int] = {}
         self._traits = {node: self._of(node) for node in nodes}
 
-    def refusals(self, info: BackendInfo, specialise: bool = False) -> dict[str, str]:
+    def refusals(self, info: BackendInfo) -> dict[str, str]:
         """The names of the nodes that a backend can't have, each with the reason."""
         unsupported = sum(bit for trait, bit in self._bits.items() if not _supports(info, trait))
         refused: dict[str, str] = {}
         for node, traits in self._traits.items():
             if traits & unsupported:
-                reason = why_unsupported(info, node, specialise)
+                reason = why_unsupported(info, node)
                 if reason is not None:
                     refused[node.name] = reason
         return refused
@@ -81,21 +80,17 @@ def _supports(info: BackendInfo, trait: Hashable) -> bool:
     return trait in info.device_types
 
 
-def why_unsupported(info: BackendInfo, node: Node, specialise: bool = False) -> str | None:
+def why_unsupported(info: BackendInfo, node: Node) -> str | None:
     """What the board declines on a backend's behalf.
 
     Its device types, dtypes, dynamic shapes, and what would be wrong on any backend but eager.
-
-    :param specialise: a backend without dynamic shapes gets code for each combination of sizes.
     """
     reason = _why_special(info, node)
     if reason is not None:
         return reason
     reason = first_reason(node, lambda inner: _why_values(info, inner))
     if reason is None and not info.dynamic_shapes:
-        reason = first_reason(node, lambda inner: _why_symbolic(info, inner, specialise))
-        if reason is None and specialise:
-            reason = _why_nested(info, node)
+        reason = first_reason(node, lambda inner: _why_symbolic(info, inner))
     return reason
 
 
@@ -128,24 +123,10 @@ def _why_values(info: BackendInfo, node: Node) -> str | None:
     return None
 
 
-def _why_symbolic(info: BackendInfo, node: Node, specialise: bool) -> str | None:
+def _why_symbolic(info: BackendInfo, node: Node) -> str | None:
     """Why a backend without dynamic shapes can't have a node."""
     for value in (node.meta.get("val"), *(used.meta.get("val") for used in node.all_input_nodes)):
         numbers = torch_symbols.symbolic_numbers(value)
-        if not any(torch_symbols.expression(number).free_symbols for number in numbers):
-            continue
-        if not specialise:
+        if any(torch_symbols.expression(number).free_symbols for number in numbers):
             return f"symbolic sizes; {info.name} has no dynamic shapes"
-        unknown = torch_symbols.why_unknown(value)
-        if unknown:
-            return f"{unknown}; {info.name} has no dynamic shapes and can't be specialised for them"
-    return None
-
-
-def _why_nested(info: BackendInfo, node: Node) -> str | None:
-    """Why a node that holds graphs can't be specialised."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and any(
-        torch_symbols.symbolic_numbers(inner.meta.get("val")) for inner in inner_nodes(node)
-    ):
-        return f"a graph within it has symbolic sizes; {info.name} has no dynamic shapes"
     return None

@@ -20,7 +20,6 @@ from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.contracts import Boxed, GraphKind
 from fuseboard.errors import LoweringError, PluginError, containable
 from fuseboard.lower.decompose import keeping_layout
-from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
 from fuseboard.profile.choose.ranks import several_ranks
@@ -30,6 +29,7 @@ from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.compiling import compile_lock
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.views import eager_strides

@@ -13,7 +13,6 @@ from fuseboard.board import Session
 from fuseboard.contracts import BackendInfo, Claim, Decline, GraphKind, Plan, Repeats
 from fuseboard.errors import LoweringError, PluginError
 from fuseboard.lower.guards import watching_guards
-from fuseboard.lower.static import as_in_the_example, is_symbolic
 from fuseboard.ops.effects import has_effects
 from fuseboard.partition.claims import (
     arbitrate,
@@ -37,6 +36,7 @@ from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import Tripped
 from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.nodes import target_name
+from fuseboard.torch_api.symbols import is_symbolic
 
 
 class Planner:
@@ -73,11 +73,9 @@ class Planner:
         claims: Claims = {}
         plans: dict[str, dict[str, tuple[InnerPlan, ...]]] = {}
         inner = self._inner_planner(kind, report)
-        specialise = self.session.settings.dynamic == "specialise"
-        example = as_in_the_example(graph) if specialise and is_symbolic(graph) else graph
         for info in self.session.backends if backends is None else backends:
             answers: list[Claim | Decline] = []
-            unfit = support.refusals(info, specialise)
+            unfit = support.refusals(info)
             copied = {node.name for node in views} - unfit.keys()
             refused = {name: why for name, why in unfit.items() if name in nodes}
             refused |= excluded.get(info.name, {})
@@ -85,7 +83,7 @@ class Planner:
                 answers = [Decline(name, f"{info.name} takes no training graphs") for name in nodes]
             else:
                 try:
-                    shown = copy_graph(graph if info.dynamic_shapes else example)
+                    shown = copy_graph(graph)
                     mark_refused(shown, own | refused, copied)
                     with watching_guards(self.session, info.name, shown, report.notes):
                         answers = (

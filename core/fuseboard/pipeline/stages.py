@@ -26,7 +26,6 @@ from fuseboard.contracts import (
 from fuseboard.errors import LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
-from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.claims import claimed_names
 from fuseboard.partition.garbage import collection_paused
@@ -70,6 +69,7 @@ from fuseboard.run.proof import FURTHER_CALLS
 from fuseboard.run.runner import Runner
 from fuseboard.run.sites import Site
 from fuseboard.torch_api import internals as torch_internals
+from fuseboard.torch_api.compiling import compile_lock
 from fuseboard.torch_api.copies import copy_graph
 
 

@@ -71,8 +71,6 @@ class RegionReport:
     :ivar same_as: the name of the region whose lowered code it shares, or "".
     :ivar loaded: its code came from the cache; nothing was compiled.
     :ivar hoisted: how many values were hoisted out of its calls.
-    :ivar specialised: the combinations of sizes that it has code of its own for, where its backend
-        has no dynamic shapes; may grow when it runs.
     """
 
     name: str
@@ -85,7 +83,6 @@ class RegionReport:
     fusions: list[FusionReport] = field(default_factory=list)
     loaded: bool = False
     hoisted: int = 0
-    specialised: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lower_s: float = 0.0
 

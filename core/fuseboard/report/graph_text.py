@@ -153,9 +153,6 @@ def _contents(region: RegionReport, more: int) -> Text:
         lines.append(
             Text(f"{words.many(region.hoisted, 'value')} of weights computed outside the calls")
         )
-    if region.specialised:
-        shapes = words.many(len(region.specialised), "combination")
-        lines.append(Text(f"compiled for {shapes} of sizes: {'; '.join(region.specialised)}"))
     if region.sources:
         places = words.places(region.sources)
         lines += [Text(f"from {place}", style="dim") for place in places[: words.SHOWN]]

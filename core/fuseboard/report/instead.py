@@ -20,7 +20,7 @@ def regions_run_in_eager(report: GraphReport, names: Collection[str], why: str) 
     for region in report.regions:
         if region.name in names:
             region.backend, region.loaded, region.hoisted = "eager", False, 0
-            region.fusions, region.specialised = [], []
+            region.fusions = []
             region.notes[:] = [why]
     report.nodes[:] = [
         dataclasses.replace(node, backend="eager", reason=why) if node.region in names else node

@@ -190,18 +190,6 @@ class WeightSets:
         room = functools.partial(why_no_room, settings.prepare_memory)
         return cls(prepare, settings.max_weight_sets, room)
 
-    def values_for(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """The values for these weights: those of the last call if nothing has changed."""
-        entry = self.last
-        values = entry.values  # before the check: it may be dropped at any moment
-        if (
-            tuple(map(self.version_of, weights)) == entry.versions
-            and tuple(map(address_of, weights)) == entry.addresses
-            and entry.samples.unchanged()
-        ):
-            return values
-        return self.find(weights)
-
     def find(self, weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The values for these weights, prepared now if they are new or stale.
 

@@ -62,6 +62,11 @@ class CompileLock:
         return self._taken.locks  # type: ignore[no-any-return]
 
 
+#: Held while something is compiled: backwards are compiled outside of Dynamo, and candidates in the
+#: middle of a call.
+compile_lock = CompileLock()
+
+
 @contextlib.contextmanager
 def alone_in_tracing() -> Iterator[None]:
     """Trace with ``torch.fx`` while Dynamo doesn't, and let compiled functions be called meanwhile.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fuseboard.torch_api.views import eager_strides
 
@@ -37,6 +37,11 @@ def symbolic_numbers(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [number for item in value for number in symbolic_numbers(item)]
     return [value] if isinstance(value, NUMBERS) else []
+
+
+def is_symbolic(graph: GraphModule) -> bool:
+    """Whether anything in a graph has symbolic sizes, or is a symbolic number."""
+    return any(symbolic_numbers(node.meta.get("val")) for node in graph.graph.nodes)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -92,38 +97,6 @@ def _source_name(env: Any, symbol: Any) -> str:
     return re.sub(r"L\['(\w+)'\]", r"\1", str(name))
 
 
-# --- without symbols ------------------------------------------------------------------------------
-
-
-def static_fake_mode() -> Any:
-    """A fake mode that knows plain sizes only, and constants that aren't fake."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(shape_env=None, static_shapes=True, allow_non_fake_inputs=True)
-
-
-def static_fake(mode: Any, like: torch.Tensor) -> torch.Tensor:
-    """A fake tensor with plain sizes: those of a real tensor, or of a fake one in its example."""
-    sizes = [in_the_example(number) for number in like.shape]
-    with mode:
-        if like.layout != torch.strided:
-            return torch.empty(sizes, dtype=like.dtype, device=like.device, layout=like.layout)
-        strides = [in_the_example(number) for number in like.stride()]
-        offset = in_the_example(like.storage_offset())
-        made = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
-        if offset:
-            length = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1
-            if 0 in sizes:
-                length = 0
-            made = torch.empty(offset + length, dtype=like.dtype, device=like.device)
-            made = made.as_strided(sizes, strides, offset)
-        if like.is_conj():
-            made = torch._conj(made)
-        if like.is_neg():
-            made = torch._neg_view(made)
-        return made
-
-
 @contextlib.contextmanager
 def compiling_in_a_call(mode: Any) -> Iterator[None]:
     """What holds while Dynamo compiles, in the middle of a call of compiled code.
@@ -148,14 +121,6 @@ def compiling_in_a_call(mode: Any) -> Iterator[None]:
     finally:
         torch.set_rng_state(state)
         random.setstate(pythons)
-
-
-def run_fake(mode: Any, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an op returns for fake tensors of ``mode``."""
-    from torch._dispatch.python import enable_python_dispatcher
-
-    with mode, enable_python_dispatcher():
-        return target(*args, **kwargs)
 
 
 # --- guards ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fuseboard.board import Session, board
 from fuseboard.capture.unfit_graphs import may_save_inference_tensors
 from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.profile.choose.ranks import several_ranks
-from fuseboard.torch_api.symbols import in_the_example, symbolic_numbers, why_unknown
+from fuseboard.torch_api.symbols import in_the_example, why_unknown
 from fuseboard.torch_api.tensor_classes import is_plain
 from fuseboard.workshop.process import scratch_cache
 
@@ -40,8 +40,6 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
             return why
     if may_save_inference_tensors(inputs):
         return "an input was made in inference mode, and another one has a gradient"
-    if settings.dynamic == "specialise" and any(map(symbolic_numbers, inputs)):
-        return "dynamic = 'specialise' compiles for the sizes that each call brings"
     return ""
 
 

@@ -25,13 +25,13 @@ from fuseboard.contracts import GraphKind
 from fuseboard.errors import containable
 from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
-from fuseboard.lower.specialise import compile_lock
 from fuseboard.pipeline.call import Compiled
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import describe
 from fuseboard.run.route import Route
 from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.torch_api.compiling import compile_lock
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.workshop.asking import make_request
 from fuseboard.workshop.by_sizes import BySizes

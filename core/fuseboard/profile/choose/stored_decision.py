@@ -43,8 +43,6 @@ _SETTINGS = (
     "hoist",
     "isolate",
     "margin",
-    "max_shapes",
-    "dynamic",
     "min_region_us",
     "pin",
     "prepare_memory",

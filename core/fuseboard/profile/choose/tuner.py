@@ -24,7 +24,6 @@ from fuseboard.lower import background
 from fuseboard.lower.caching import Token
 from fuseboard.lower.guards import SizeFixed
 from fuseboard.lower.isolated import LoweringResult
-from fuseboard.lower.specialise import compile_lock
 from fuseboard.profile.choose.candidates import Candidate, note_gain_of_preparing
 from fuseboard.profile.choose.errors import Errors
 from fuseboard.profile.choose.layouts import Layouts
@@ -43,6 +42,7 @@ from fuseboard.run.failure import contain, decide, describe, trip
 from fuseboard.run.kept_inputs import KeptInputs
 from fuseboard.run.runner import Runner
 from fuseboard.run.weights import any_version
+from fuseboard.torch_api.compiling import compile_lock
 from fuseboard.torch_api.profiler import is_recording
 from fuseboard.torch_api.state import StateGuard, under_state
 from fuseboard.torch_api.symbols import compiling_in_a_call

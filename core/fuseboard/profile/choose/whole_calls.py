@@ -27,7 +27,6 @@ from fuseboard.capture.original import forward_of
 from fuseboard.contracts import Event, Measurement
 from fuseboard.errors import ContractError, containable
 from fuseboard.lower import background
-from fuseboard.lower.specialise import compile_lock
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.choose.stored_decision import StoredDecision
@@ -45,6 +44,7 @@ from fuseboard.run.runner import Runner
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import modes as torch_modes
 from fuseboard.torch_api.allocator import peak_bytes
+from fuseboard.torch_api.compiling import compile_lock
 from fuseboard.torch_api.tensor_classes import is_plain
 
 log = logging.getLogger("fuseboard")
