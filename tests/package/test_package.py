@@ -18,7 +18,10 @@ from typer.testing import CliRunner
 import fuseboard
 from conftest import ROOT
 from fuseboard.ahead import file as files
+from fuseboard.ahead.program import PackagedModel
 from fuseboard.cli.main import app
+from fuseboard.profile.judge.accuracy import Budget, Metric
+from fuseboard.run.runner import Runner
 from tests.package import models
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -219,6 +222,45 @@ def test_inputs_that_share_memory_with_a_written_one_are_refused(tmp_path):
         packaged(x, x)
 
 
+def test_a_result_may_be_the_buffer_that_was_written_to(tmp_path):
+    """It is the package's own buffer then, as it is the model's in eager."""
+
+    class Total(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x):
+            self.total.add_(x.sum(0))
+            return self.total
+
+    model, x = Total().eval(), torch.ones(4, 3)
+    fuseboard.package(model, (x,), tmp_path / "total.fbp")
+    packaged = fuseboard.load(tmp_path / "total.fbp")
+    for count in (1, 2):
+        assert packaged(x) is packaged.weights["total"]
+        torch.testing.assert_close(packaged.weights["total"], torch.full((3,), 4.0 * count))
+    torch.testing.assert_close(model.total, torch.zeros(3))
+
+
+def test_a_budget_of_accuracy_holds_for_all_sizes(tmp_path, monkeypatch):
+    """The other sizes that are tried may be as far from eager as the examples' may."""
+    monkeypatch.setattr(PackagedModel, "_computed", slightly_off(PackagedModel._computed))
+    monkeypatch.setattr(Runner, "budget", Budget(1e-2, Metric("norm")))
+    model, path = nn.Linear(6, 4).eval(), tmp_path / "linear.fbp"
+    shapes = ({0: torch.export.Dim("batch")},)
+    fuseboard.package(model, (torch.randn(5, 6),), path, dynamic_shapes=shapes)
+    fuseboard.load(path)(torch.randn(1, 6))
+    monkeypatch.setattr(Runner, "budget", Budget(1e-4, Metric("norm")))
+    with pytest.raises(fuseboard.PackageError, match="isn't the model"):
+        fuseboard.package(model, (torch.randn(5, 6),), path, dynamic_shapes=shapes)
+
+
+def slightly_off(computed):
+    """Results of packages that are off by a thousandth."""
+    return lambda self, inputs: [result * 1.001 for result in computed(self, inputs)]
+
+
 # --- models that can't be packaged ----------------------------------------------------------------
 
 
@@ -347,6 +389,12 @@ def test_what_others_can_write_is_not_trusted(linear, tmp_path):
     assert kind_of(lambda: fuseboard.load(copied)) == "trust"
     tmp_path.chmod(0o1777)  # where nobody removes files of others
     fuseboard.load(copied)
+
+
+def test_a_directory_is_not_written_to(tmp_path):
+    """It is told before the model is exported."""
+    with pytest.raises(fuseboard.PackageError, match="it is a directory"):
+        fuseboard.package(nn.ReLU(), (torch.ones(2),), tmp_path)
 
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):

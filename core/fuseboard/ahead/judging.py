@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,28 +21,40 @@ from fuseboard.profile.judge.same_results import Disturbances, difference
 from fuseboard.run.failure import describe
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.exports import Exported
+from fuseboard.torch_api.relaid import view_like
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
 class _Call:
-    """What a call left: the leaves of its arguments and of its results, and its buffers."""
+    """What a call left: the leaves of its arguments and of its results, and its weights.
+
+    :ivar written: what the weights that it wrote to held at its end, by the address of their
+        storage: they were put back since.
+    """
 
     leaves: list[Any]
     outputs: list[Any]
     structure: Any
     weights: dict[str, torch.Tensor]
+    written: dict[int | None, torch.UntypedStorage]
 
     def target(self, target: int | str) -> Any:
         return self.weights[target] if isinstance(target, str) else self.leaves[target]
 
+    def value(self, found: Any) -> Any:
+        """What one of its results or targets held at the end of the call."""
+        storage = self.written.get(_storage(found))
+        return found if storage is None else view_like(found, storage, found.storage_offset())
+
 
 class Judge:
-    """
+    """Compares a package with the model that it was made of.
+
     :param given: the example arguments.
-    :param captured: the exported graph, which is judged by its roundings.
-    :param real: its inputs.
+    :param captured: the exported graph; how much its results may be off is told by its roundings.
+    :param real: the inputs of ``captured`` that the example arguments give.
     """
 
     def __init__(
@@ -62,9 +73,10 @@ class Judge:
         self._first = len(exported.symbols) + len(exported.weights)
 
     def with_targets(self, interface: Interface) -> Interface:
-        """An interface that returns an input or a buffer itself where eager does.
+        """The interface, with what a call of the model in eager tells of its results.
 
-        And that knows which inputs results share memory with.
+        It then returns an input or a buffer itself where eager does, and knows the inputs whose
+        memory results share.
         """
         call = self._eager(self._given)
         targets = [target for _, target in interface.writes]
@@ -92,7 +104,7 @@ class Judge:
         return self._difference(made, budget, self._given, self._real)
 
     def ranges(
-        self, made: PackagedModel, interface: Interface
+        self, made: PackagedModel, interface: Interface, budget: Budget | None
     ) -> dict[str, tuple[int, int | None]]:
         """For which sizes the package gives what eager does, as far as the user wants them.
 
@@ -112,14 +124,16 @@ class Judge:
                     or (given := self._narrowed(interface, symbol, size)) is None
                 ):
                     continue
-                problem = self._difference_at(made, given)
+                problem = self._difference_at(made, given, budget)
                 if problem and size > 1:
                     raise Unequal(f"where {symbol} is {size}, {problem}")
                 if size == 1 and problem == "":
                     found[symbol] = 1, high
         return found
 
-    def _difference_at(self, made: PackagedModel, given: Given) -> str | None:
+    def _difference_at(
+        self, made: PackagedModel, given: Given, budget: Budget | None
+    ) -> str | None:
         """None where eager can't be called with these sizes."""
         leaves, _ = tree_flatten(given)
         inputs = zip(leaves, self._exported.inputs, strict=True)
@@ -130,7 +144,7 @@ class Judge:
         except containable():
             return None
         weights = list(self._exported.weights.values())
-        return self._difference(made, None, given, [*sizes, *weights, *tensors])
+        return self._difference(made, budget, given, [*sizes, *weights, *tensors])
 
     def _narrowed(self, interface: Interface, symbol: str, size: int) -> Given | None:
         """The examples with another size; None where sizes are computed from it."""
@@ -152,8 +166,7 @@ class Judge:
     ) -> str:
         want = self._eager(given)
         try:
-            with _weights_kept(made.weights, self._written()):
-                got = _called(made, given, made.weights)
+            got = _called(made, given, made.weights, self._written())
         except containable() as error:
             return f"it raises {describe(error)}"
         if got.structure != want.structure:
@@ -191,55 +204,52 @@ class Judge:
     ) -> Iterator[tuple[str, int | None, Any, Any]]:
         """What is to be compared: its name, the graph's result that it is, ours and eager's."""
         for number, form in enumerate(made.interface.outputs):
-            yield f"result {number}", form.result, got.outputs[number], want.outputs[number]
+            values = got.value(got.outputs[number]), want.value(want.outputs[number])
+            yield f"result {number}", form.result, *values
         for result, target in made.interface.writes:
             name = (
                 made.interface.signature.leaves[target].name if isinstance(target, int) else target
             )
-            yield f"what is written to {name}", result, got.target(target), want.target(target)
+            values = got.value(got.target(target)), want.value(want.target(target))
+            yield f"what is written to {name}", result, *values
 
     def _written(self) -> list[str]:
         return [target for _, target in self._exported.writes if isinstance(target, str)]
 
     def _eager(self, given: Given) -> _Call:
         """A call of the model itself, after which its buffers are as they were."""
-        with _weights_kept(self._exported.weights, self._written()):
-            return _called(self._model, given, self._exported.weights)
+        return _called(self._model, given, self._exported.weights, self._written())
 
 
 class Unequal(Exception):
     """The package computes something else than the model."""
 
 
-def _called(model: Callable[..., Any], given: Given, weights: dict[str, torch.Tensor]) -> _Call:
-    """A call on copies of the arguments, with the random numbers that come next."""
+def _called(
+    model: Callable[..., Any],
+    given: Given,
+    weights: dict[str, torch.Tensor],
+    written: Sequence[str],
+) -> _Call:
+    """A call on copies of the arguments, with the random numbers that come next.
+
+    :param written: names of the weights that it writes to; they are put back to what they were.
+    """
     args, kwargs = copy.deepcopy(tree_map(_detached, given))
     leaves, _ = tree_flatten((args, kwargs))
+    before = {name: weights[name].detach().clone() for name in written}
     with torch.random.fork_rng(devices=()), torch.no_grad():
-        outputs, structure = tree_flatten(model(*args, **kwargs))
-    weights = dict(weights)
-    call = _Call(leaves, outputs, structure, weights)
-    for name in weights:  # they are put back to what they were
-        if any(_storage(output) == _storage(weights[name]) for output in outputs):
-            continue
-        weights[name] = weights[name].detach().clone()
-    return call
+        try:
+            outputs, structure = tree_flatten(model(*args, **kwargs))
+            after = {_storage(weights[n]): weights[n].untyped_storage().clone() for n in written}
+        finally:
+            for name, value in before.items():
+                weights[name].copy_(value)
+    return _Call(leaves, outputs, structure, weights, after)
 
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-@contextmanager
-def _weights_kept(weights: dict[str, torch.Tensor], names: Sequence[str]) -> Iterator[None]:
-    """Put some weights back to what they were at the end of the block."""
-    before = {name: weights[name].detach().clone() for name in names}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in before.items():
-                weights[name].copy_(value)
 
 
 def _storage(value: Any) -> int | None:

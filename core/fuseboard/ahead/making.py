@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -70,12 +70,19 @@ def package(
     path = Path(path).absolute()
     if not path.parent.is_dir():
         raise PackageError("file", f"{str(path)!r} can't be written: there is no {path.parent}")
+    if path.is_dir():
+        raise PackageError("file", f"{str(path)!r} can't be written: it is a directory")
     maker = _Maker(model, tuple(example_inputs), dict(example_kwargs or {}), dynamic_shapes)
     with StateGuard(), torch.inference_mode(False), torch.no_grad():
         maker.make(path)
 
 
 class _Maker:
+    """Packages one model.
+
+    :raises PackageError: the example inputs don't fit the model.
+    """
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -119,13 +126,13 @@ class _Maker:
         interface = self._interface(exported)
         judge = Judge(self._model, self._given, exported, call.captured_graphs[0].graph, real)
         interface = judge.with_targets(interface)
-        unfinished = path.with_name(f".{path.name}.unfinished")
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
         try:
             self._write(unfinished, exported, interface, program, runner, session)
             made = make_model(unfinished)
             if problem := judge.difference(made, runner.budget):
                 raise PackageError("model", f"what was made isn't the model: {problem}")
-            ranges = judge.ranges(made, interface)
+            ranges = judge.ranges(made, interface, runner.budget)
             if ranges != interface.signature.ranges:
                 signature = replace(interface.signature, ranges=ranges)
                 interface = replace(interface, signature=signature)
@@ -167,7 +174,7 @@ class _Maker:
         return exported
 
     def _session(self, exported: Exported) -> Session:
-        """The settings that hold; everything is tried before this returns."""
+        """A session under the settings that hold; a first call of its graphs tries everything."""
         options: dict[str, Any] = {"settle": "first_call"}
         session = board.session(resolve(options))
         if exported.symbols:  # others compile for each size that they meet
@@ -362,7 +369,7 @@ def _leaf_name(path: Sequence[Any]) -> str:
 def _dense(value: Any) -> Any:
     """An example input without gaps, apart from the user's."""
     if not isinstance(value, torch.Tensor):
-        return copy.copy(value) if isinstance(value, dict | list) else value
+        return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.is_cpu:
         raise PackageError(
             "model", f"an example input is a {type(value).__name__} on {value.device}"
