@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,27 +14,28 @@ import fuseboard
 from fuseboard.config import resolve
 from fuseboard.errors import CostsError
 from fuseboard.profile.costs.database import CandidateCost, CostDatabase, database, decision_key
-from tests.support.costs import changed, decision
+from tests.support.costs import decision, files
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "cache" / "costs.sqlite3"
+    return tmp_path / "cache" / "costs"
 
 
 @pytest.fixture
 def costs(path):
-    return CostDatabase(path, wait_s=0.3)
+    return CostDatabase(path)
 
 
 # --- decisions ------------------------------------------------------------------------------------
 
 
 def test_another_database_finds_what_was_recorded(costs, path):
-    """Every field, through the file; an unknown key is None."""
-    costs.record(decision("g"), decision("h", level="graph", winner="whole:inductor"))
+    """Every field, through its file; an unknown key is None."""
+    costs.record(decision("g"))
+    costs.record(decision("h", level="graph", winner="whole:inductor"))
     other = CostDatabase(path)
     assert other.find(decision("g").key) == decision("g")
     assert other.find(decision("h", level="graph").key).winner == "whole:inductor"
@@ -47,7 +46,7 @@ def test_another_database_finds_what_was_recorded(costs, path):
 def test_the_key_is_of_level_and_parts():
     """It is the same in every process and version: this one was written down."""
     assert decision_key("step", {"threads": "2", "graph": "g"}) == (
-        "e8c80f2b045d74881dd2e68b5d2ea80f75d92be3150c8fa0"
+        "e8c80f2b045d74881dd2e68b5d2ea80f9ba823ca2cea2e14"
     )
     keys = {
         decision_key("step", {"graph": "g"}),
@@ -86,8 +85,13 @@ def test_what_is_settled_stays(path):
 
 def test_a_miss_names_the_part_that_differs(costs):
     """Of the decision on the same graph and level that differs in the fewest parts."""
-    costs.record(decision(threads="8", torch="2.12"), decision(threads="2", torch="2.12"))
-    costs.record(decision("other", torch="2.13"), decision(level="graph", torch="2.13"))
+    for one in (
+        decision(threads="8", torch="2.12"),
+        decision(threads="2", torch="2.12"),
+        decision("other", torch="2.13"),
+        decision(level="graph", torch="2.13"),
+    ):
+        costs.record(one)
     asked = {"graph": "g", "threads": "2", "torch": "2.13"}
     assert costs.nearest("step", asked) == ("torch",)
     assert costs.nearest("step", {"graph": "g", "threads": "4"}) == ("threads", "torch")
@@ -95,8 +99,9 @@ def test_a_miss_names_the_part_that_differs(costs):
 
 
 def test_they_are_listed_newest_first_and_forgotten_by_key(costs):
-    """What is forgotten is counted, and gone from the file."""
-    costs.record(*(decision(graph, created=float(at)) for at, graph in enumerate("abc")))
+    """What is forgotten is counted, and its file is gone."""
+    for at, graph in enumerate("abc"):
+        costs.record(decision(graph, created=float(at)))
     assert [d.parts["graph"] for d in costs.decisions()] == ["c", "b", "a"]
     assert costs.forget([decision("a").key, decision("c").key, "unknown"]) == 2
     assert [d.parts["graph"] for d in costs.decisions()] == ["b"]
@@ -129,7 +134,7 @@ def test_numbers_that_arent_finite_are_none(costs, path):
 def test_what_could_not_be_read_back_is_not_recorded(costs, changes):
     """It is the caller's mistake, and does no harm to later decisions."""
     with pytest.raises(ValueError, match="can't be kept"):
-        costs.record(decision("a"), dataclasses.replace(decision("b"), **changes))
+        costs.record(dataclasses.replace(decision("b"), **changes))
     costs.record(decision("c"))
     assert costs.decisions() == [decision("c")]
 
@@ -141,7 +146,7 @@ def test_the_settings_say_where(tmp_path):
     """One database a directory; with cache = false one in memory, without a file."""
     with fuseboard.settings(cache_dir=str(tmp_path)):
         costs = database(resolve())
-        assert costs.path == tmp_path / "costs.sqlite3"
+        assert costs.path == tmp_path / "costs"
         assert database(resolve()) is costs
         with fuseboard.settings(cache=False):
             memory = database(resolve())
@@ -166,42 +171,47 @@ def test_it_needs_no_torch():
 def test_an_exported_file_is_imported(costs, tmp_path):
     """All of it, into an empty database; a second time there is nothing to do."""
     name = "shared.json"
-    costs.record(decision("a"), decision("b", settled=False))
+    costs.record(decision("a"))
+    costs.record(decision("b", settled=False))
     assert costs.export(tmp_path / name) == 2
-    other = CostDatabase(tmp_path / "other.sqlite3")
+    other = CostDatabase(tmp_path / "other")
     told = other.import_(tmp_path / name)
     assert dataclasses.astuple(told) == (2, 0, 0, 0)
     assert other.decisions() == costs.decisions()
     assert dataclasses.astuple(other.import_(tmp_path / name)) == (0, 0, 2, 0)
-    assert {file.name for file in tmp_path.iterdir()} == {"cache", name, "other.sqlite3"}
+    assert {file.name for file in tmp_path.iterdir()} == {"cache", name, "other"}
 
 
-def test_another_processs_database_is_imported(costs, path, tmp_path):
-    """As it is, with what stands in its log only."""
-    costs.record(decision("a"))
-    with closing(sqlite3.connect(path)) as open_elsewhere:
-        open_elsewhere.execute("SELECT * FROM decisions").fetchall()
-        costs.record(decision("b"))
-        other = CostDatabase(tmp_path / "other.sqlite3")
-        assert other.import_(path).added == 2
+def test_another_machines_database_is_imported(costs, path, tmp_path):
+    """As it is; what is damaged in it is left out, and stays there."""
+    for graph in "ab":
+        costs.record(decision(graph))
+    (file,) = path.rglob(f"{decision('a').key}*")
+    file.write_bytes(b"")
+    other = CostDatabase(tmp_path / "other")
+    assert dataclasses.astuple(other.import_(path)) == (1, 0, 0, 1)
+    assert other.decisions() == [decision("b")]
+    assert file.exists()
 
 
 def test_the_newest_of_each_wins(costs, tmp_path):
     """What is settled goes before what isn't, whatever its age."""
-    costs.record(
+    for mine in (
         decision("older here", winner="mine", created=1.0),
         decision("newer here", winner="mine", created=3.0),
         decision("unsettled here", winner="mine", created=3.0, settled=False),
         decision("settled here", winner="mine", created=1.0),
-    )
-    theirs = CostDatabase(tmp_path / "theirs.sqlite3")
-    theirs.record(
+    ):
+        costs.record(mine)
+    theirs = CostDatabase(tmp_path / "theirs")
+    for its in (
         decision("older here", winner="theirs", created=2.0),
         decision("newer here", winner="theirs", created=2.0),
         decision("unsettled here", winner="theirs", created=2.0),
         decision("settled here", winner="theirs", created=2.0, settled=False),
         decision("only there", winner="theirs", created=2.0),
-    )
+    ):
+        theirs.record(its)
     theirs.export(tmp_path / "theirs.json")
     told = costs.import_(tmp_path / "theirs.json")
     assert dataclasses.astuple(told) == (1, 2, 2, 0)
@@ -221,7 +231,6 @@ def test_the_newest_of_each_wins(costs, tmp_path):
         (b"[]", "doesn't say \"format\": 'fuseboard costs'"),
         (b'{"format": "fuseboard costs", "version": 2}', "has version 2; this fuseboard knows 1"),
         (b'{"format": "fuseboard costs", "version": 1}', "decisions is no list"),
-        (b"SQLite format 3\0" + bytes(200), "can't be read: file is not a database"),
         (None, "can't be read: .*No such file"),
     ],
 )
@@ -237,25 +246,26 @@ def test_a_wrong_file_is_refused(costs, tmp_path, content, why):
     assert content is None or wrong.read_bytes() == content
 
 
-def test_somebody_elses_database_is_refused(costs, tmp_path):
-    """It isn't set aside: it isn't ours."""
-    changed(tmp_path / "theirs.db", "CREATE TABLE theirs (a)")
-    with pytest.raises(CostsError, match="is an SQLite database, but not one of fuseboard's"):
-        costs.import_(tmp_path / "theirs.db")
-    assert {file.name for file in tmp_path.iterdir()} == {"theirs.db"}
+def test_a_directory_without_decisions_is_refused(costs, tmp_path):
+    """Nothing in it is changed."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "a.json").write_text("{}")
+    with pytest.raises(CostsError, match="is a directory, but not one of decisions"):
+        costs.import_(tmp_path / "theirs")
+    assert files(tmp_path / "theirs") == {"a.json"}
 
 
-def test_its_own_file_is_refused(costs, path):
-    """To write it over itself, or to merge it into itself."""
+def test_its_own_directory_is_refused(costs, path):
+    """To merge it into itself."""
     costs.record(decision())
-    for exchange in (costs.export, costs.import_):
-        with pytest.raises(CostsError, match="is the database itself"):
-            exchange(path)
+    with pytest.raises(CostsError, match="is the database itself"):
+        costs.import_(path)
 
 
 def test_changed_entries_are_left_out(costs, tmp_path):
     """An entry whose key isn't that of its parts, or with a value of another type, is counted."""
-    costs.record(*map(decision, "abcde"))
+    for graph in "abcde":
+        costs.record(decision(graph))
     costs.export(tmp_path / "shared.json")
     content = json.loads((tmp_path / "shared.json").read_text())
     entries = content["decisions"]
@@ -264,7 +274,7 @@ def test_changed_entries_are_left_out(costs, tmp_path):
     entries[2]["further"] = 1
     entries[3]["created"] = float("inf")
     (tmp_path / "shared.json").write_text(json.dumps(content))
-    told = CostDatabase(tmp_path / "other.sqlite3").import_(tmp_path / "shared.json")
+    told = CostDatabase(tmp_path / "other").import_(tmp_path / "shared.json")
     assert dataclasses.astuple(told) == (1, 0, 0, 4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -26,8 +27,9 @@ def filled(tmp_path, monkeypatch):
     """A database with two decisions, which the settings lead to."""
     monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    costs = CostDatabase(tmp_path / "cache" / "costs.sqlite3")
-    costs.record(NEW, OLD)
+    costs = CostDatabase(tmp_path / "cache" / "costs")
+    costs.record(NEW)
+    costs.record(OLD)
     return costs
 
 
@@ -216,7 +218,7 @@ def test_a_cluster_shares_a_file(filled, tmp_path, monkeypatch):
         f"{shared}: 0 added, 0 replaced, 2 skipped",
     ]
     assert costs("import", str(shared), str(shared)).splitlines() == told
-    there = CostDatabase(tmp_path / "elsewhere" / "costs.sqlite3")
+    there = CostDatabase(tmp_path / "elsewhere" / "costs")
     assert there.decisions() == [NEW, OLD]
 
 
@@ -262,16 +264,13 @@ def test_without_a_cache_there_is_no_database(filled, monkeypatch):
 
 def test_a_database_that_cant_be_read(filled, caplog):
     """The command fails, and says why; nothing is shown as if there was nothing."""
-    import sqlite3
-    from contextlib import closing
-
     from fuseboard.profile.costs import database as module
 
-    with closing(sqlite3.connect(filled.path)) as connection:
-        connection.execute("PRAGMA user_version = 99")
+    shutil.rmtree(filled.path)
+    filled.path.touch()
     module._opened.clear()  # each command is a process of its own
     for words in (["list"], ["show", NEW.key], ["forget", "--all"], ["export", "x.json"]):
-        assert "of a newer fuseboard" in refused(*words) + caplog.text
+        assert "it can't be read: Not a directory" in refused(*words) + caplog.text
 
 
 def test_it_needs_no_torch(filled):

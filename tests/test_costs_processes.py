@@ -6,12 +6,10 @@ import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,12 +22,12 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "cache" / "costs.sqlite3"
+    return tmp_path / "cache" / "costs"
 
 
 def test_threads_share_a_database(path):
     """Each finds what it recorded, at once."""
-    costs = CostDatabase(path, wait_s=60.0)
+    costs = CostDatabase(path)
     lost = []
 
     def work(number: int) -> None:
@@ -54,7 +52,7 @@ import os, sys, threading
 from pathlib import Path
 from fuseboard.profile.costs.database import CostDatabase
 from tests.support.costs import decision
-costs = CostDatabase(Path(sys.argv[1]), wait_s=60)
+costs = CostDatabase(Path(sys.argv[1]))
 costs.record(decision("before"))
 ended = False
 def busy():
@@ -128,6 +126,4 @@ def test_twenty_processes_of_which_five_are_killed(path):
         for graph in graphs:
             assert found[graph] == decision(graph, created=float(graph.partition("/")[2]))
     assert costs.problem == ""
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    assert not any("corrupt" in name for name in files(path))
+    assert not any("damaged" in name for name in files(path))

@@ -21,7 +21,6 @@ from fuseboard.config import RawSource, check
 from fuseboard.config.model import STAGES
 from fuseboard.partition import repeats
 from fuseboard.profile.choose import measure, ranks
-from fuseboard.profile.costs.database import CostDatabase as database
 from fuseboard.profile.judge import divergence, reference, rewrites, same_results, values
 from fuseboard.profile.observe import sampling
 from fuseboard.profile.observe import session as sampler
@@ -145,8 +144,6 @@ NUMBERS = {
         f"{WORDS[measure.FEW_ROUNDS]} turns)",
     ],
     "docs/costs.md": [
-        f"locked for more than {database.__init__.__kwdefaults__['wait_s']:g} seconds",
-        f"it is tried every {database.__init__.__kwdefaults__['retry_s']:g} seconds",
         f"the others raise after {WORDS[ranks.WAIT_S / 60]} minutes",
     ],
     "docs/design.md": [

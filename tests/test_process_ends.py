@@ -67,7 +67,7 @@ def gone(process: int) -> bool:
 
 def kept(folder: Path) -> Decision:
     """The decision in the cost database."""
-    costs = CostDatabase(folder / "cache" / "costs.sqlite3")
+    costs = CostDatabase(folder / "cache" / "costs")
     (found,) = (decision for decision in costs.decisions() if decision.level == "graph")
     return found
 

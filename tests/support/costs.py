@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 from fuseboard.profile.costs.database import CandidateCost, CostDatabase, Decision, decision_key
@@ -36,15 +34,9 @@ def decision(
     return Decision(key, parts, level, winner, candidates, "model.forward", settled, created)
 
 
-def changed(path: Path, statement: str) -> None:
-    """Run a statement on a database's file behind its back."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(statement)
-
-
 def files(path: Path) -> set[str]:
-    """The names of what stands beside a file, and its own."""
-    return {file.name for file in path.parent.iterdir()}
+    """The names of the files in a database's directory."""
+    return {file.name for file in path.rglob("*") if file.is_file()}
 
 
 def recording(path: str, number: int, count: int) -> None:
@@ -52,12 +44,13 @@ def recording(path: str, number: int, count: int) -> None:
 
     Prints the graph of each of its own after it was recorded: those must be there.
     """
-    database = CostDatabase(Path(path), wait_s=60.0)
+    database = CostDatabase(Path(path))
     draw = random.Random(number)
     for step in range(count):
         own = decision(f"{number}/{step}", created=float(step))
         shared = decision(f"shared/{draw.randrange(10)}", created=float(step), winner=f"{number}")
-        database.record(own, shared)
+        database.record(own)
+        database.record(shared)
         if database.problem:
             sys.exit(database.problem)
         print(json.dumps(own.parts["graph"]), flush=True)

@@ -1,35 +1,32 @@
 """The cost database: what was measured and chosen, for later processes.
 
-``costs.sqlite3`` in the cache directory. What can't be written there (locked, read-only, of a newer
-version, a full disk) is kept in memory, which is told once, and written when that works again.
-No method of :class:`CostDatabase` raises for the file's sake, but for those that a person calls:
-``forget``, ``export`` and ``import_``.
+A file for each decision, in the directory ``costs`` of the cache directory. What can't be written
+there (read-only, a full disk) is kept in memory, which is told once, and written with a later
+decision when that works again. No method of :class:`CostDatabase` raises for the files' sake, but
+for those that a person calls: ``forget``, ``export`` and ``import_``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sqlite3
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from fuseboard.errors import CostsError
+from fuseboard.forks import fork_safe_lock
 from fuseboard.profile.costs.exchange import Imported, read_export, write_export
-from fuseboard.profile.costs.file import CostFile, Unusable, guard
+from fuseboard.profile.costs.file import ENDING, content_of, read_decision, write_whole
 from fuseboard.profile.costs.rows import (
-    PUT,
-    ROW,
-    UNLESS_SETTLED,
     CandidateCost,
+    Damaged,
     Decision,
     checked,
     decision_key,
     differing,
-    from_row,
-    row_of,
+    group_of,
+    group_of_key,
 )
 
 if TYPE_CHECKING:
@@ -45,26 +42,22 @@ __all__ = [
 
 log = logging.getLogger("fuseboard")
 
-T = TypeVar("T")
-
-NAME = "costs.sqlite3"
+NAME = "costs"
+#: What a damaged file is called from then on.
+_ASIDE = ".damaged"
 
 
 class CostDatabase:
-    """Decisions, in a file or in memory only. For any threads and processes.
+    """Decisions, in files or in memory only. For any threads and processes.
 
-    :param path: the file; None keeps all in memory.
-    :param wait_s: how long locks of other processes are waited for.
-    :param retry_s: how long a file that made trouble is left alone.
+    :param path: the directory; None keeps all in memory.
     """
 
-    def __init__(self, path: Path | None, *, wait_s: float = 5.0, retry_s: float = 30.0) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._file = None if path is None else CostFile(path, wait_s)
-        self._retry_s = retry_s
-        self._read_after = self._write_after = 0.0
-        #: What isn't in the file: everything without one, else what waits to be written.
-        self._decisions: dict[str, tuple[Decision, bool]] = {}
+        #: What is in no file: everything without a directory, else what waits to be written.
+        self._waiting: dict[str, Decision] = {}
+        self._lock = fork_safe_lock()
         self._problem = ""
         self._told: set[str] = set()
 
@@ -77,55 +70,53 @@ class CostDatabase:
 
     def find(self, key: str) -> Decision | None:
         """The decision under a key."""
-        if (waiting := self._decisions.get(key)) is not None:
-            return waiting[0]
-        return next(iter(self._decisions_where("WHERE key = ?", key)), None)
+        if (waiting := self._waiting.get(key)) is not None:
+            return waiting
+        place = self._place(key)
+        return None if place is None else self._read(place)
 
-    def record(self, *decisions: Decision, replace: bool = False) -> None:
-        """Keep decisions, all of them in one transaction.
+    def record(self, decision: Decision, replace: bool = False) -> None:
+        """Keep a decision.
+
+        Where two processes decide on the same at the same time the later one stays.
 
         :param replace: also where a settled decision is there and this one isn't settled.
         :raises ValueError: a field has a wrong type, or the key isn't that of the parts.
         """
-        kept = list(map(checked, decisions))
-        with guard:
-            for decision in kept:
-                before = self._decisions.get(decision.key)
-                if replace or before is None or decision.settled >= before[0].settled:
-                    force = replace or (before is not None and before[1])
-                    self._decisions[decision.key] = decision, force
-        self._flush()
+        kept = checked(decision)
+        with self._lock:
+            before = None if replace or kept.settled else self.find(kept.key)
+            if before is None or not before.settled:
+                self._waiting[kept.key] = kept
+            self._write_waiting()
 
     def nearest(self, level: str, parts: Mapping[str, str]) -> tuple[str, ...]:
         """In which parts the nearest decision on the same graph differs; () where there is none."""
-        graph = parts.get("graph", "")
-        near = self._decisions_where("WHERE graph = ? AND level = ?", graph, level)
-        near += [
-            decision
-            for decision, _ in list(self._decisions.values())
-            if decision.level == level and decision.parts.get("graph", "") == graph
-        ]
+        near = self._all_of(group_of(level, parts))
         return min((differing(parts, other.parts) for other in near), key=len, default=())
 
     def decisions(self) -> list[Decision]:
         """All of them, the newest first."""
-        found = {decision.key: decision for decision in self._decisions_where()}
-        found.update((key, decision) for key, (decision, _) in list(self._decisions.items()))
-        return sorted(found.values(), key=lambda decision: (-decision.created, decision.key))
+        return sorted(self._all_of(""), key=lambda decision: (-decision.created, decision.key))
 
     def forget(self, keys: Iterable[str]) -> int:
         """Remove decisions, so that they are measured anew. Returns how many there were.
 
-        :raises CostsError: the file can't be written.
+        :raises CostsError: a file can't be removed.
         """
-        wanted = [(key,) for key in keys]
-
-        def delete(connection: sqlite3.Connection) -> int:
-            return connection.executemany("DELETE FROM decisions WHERE key = ?", wanted).rowcount
-
-        count = self._write_or_raise(delete) if self._has_file() and wanted else 0
-        with guard:
-            return count + sum(self._decisions.pop(key, None) is not None for (key,) in wanted)
+        count = 0
+        with self._lock:
+            for key in keys:
+                place = self._place(key)
+                try:
+                    in_file = place is not None and place.exists()
+                    if place is not None and in_file:
+                        place.unlink(missing_ok=True)
+                except OSError as error:
+                    raise CostsError(f"{place} can't be removed: {error.strerror}") from error
+                count += in_file or key in self._waiting
+                self._waiting.pop(key, None)
+        return count
 
     # --- exchange -------------------------------------------------------------------------------
 
@@ -133,9 +124,8 @@ class CostDatabase:
         """Write everything to a file of its own, in JSON.
 
         :returns: how many decisions it has.
-        :raises CostsError: it can't be written, or it is this database's own file.
+        :raises CostsError: it can't be written.
         """
-        self._refuse_own(path)
         decisions = self.decisions()
         if self._problem:
             raise CostsError(f"{self.path}: {self._problem}")
@@ -143,82 +133,99 @@ class CostDatabase:
         return len(decisions)
 
     def import_(self, path: Path) -> Imported:
-        """Take over what an exported file has and this database hasn't, or has older.
+        """Take over what a file or directory has and this database hasn't, or has older.
 
-        :raises CostsError: the file is no export, or this database's can't be written.
+        :raises CostsError: it is no export, or this database's directory can't be written.
         """
-        self._refuse_own(path)
-        content = read_export(path)
-        if self._file is None:
+        if self.path is None:
             raise CostsError("the setting cache is off: there is no database to import into")
-        return self._write_or_raise(content.merge)
+        if path.exists() and self.path.exists() and os.path.samefile(path, self.path):
+            raise CostsError(f"{path} is the database itself")
+        content = read_export(path)
+        counts = Imported(damaged=content.damaged)
+        with self._lock:
+            for decision in content.decisions:
+                if counts.count(self.find(decision.key), decision):
+                    self._waiting[decision.key] = decision
+            self._write_waiting()
+        if self._waiting:
+            raise CostsError(f"{self.path}: {self._problem}")
+        return counts
 
-    def _refuse_own(self, path: Path) -> None:
-        if self.path is not None and os.path.exists(self.path) and os.path.exists(path):
-            if os.path.samefile(path, self.path):
-                raise CostsError(f"{path} is the database itself")
+    # --- the files ------------------------------------------------------------------------------
 
-    # --- the file -------------------------------------------------------------------------------
+    def _place(self, key: str) -> Path | None:
+        """A directory of 256, so that none grows too long to be listed."""
+        if self.path is None:
+            return None
+        return self.path / group_of_key(key)[:2] / f"{key}{ENDING}"
 
-    def _has_file(self) -> bool:
-        return self.path is not None and os.path.exists(self.path)
+    def _all_of(self, group: str) -> list[Decision]:
+        """The decisions of a group, or all of them."""
+        read = map(self._read, self._files(group))
+        found = {decision.key: decision for decision in read if decision is not None}
+        found.update(
+            (key, one)
+            for key, one in list(self._waiting.items())
+            if group in ("", group_of_key(key))
+        )
+        return list(found.values())
 
-    def _decisions_where(self, condition: str = "", *values: str) -> list[Decision]:
-        """Those in the file; none where it can't be read."""
-        if self._file is None or time.monotonic() < self._read_after:
+    def _files(self, group: str) -> list[Path]:
+        if self.path is None:
             return []
-
-        def select(connection: sqlite3.Connection) -> list[Decision]:
-            return [from_row(*row) for row in connection.execute(f"{ROW} {condition}", values)]
-
-        nothing: list[Decision] = []
         try:
-            found = self._file.read(select, nothing)
-        except Unusable as error:
-            self._read_after = time.monotonic() + self._retry_s
-            self._tell(str(error))
-            return nothing
-        if not self._decisions:
+            homes = [self.path / group[:2]] if group else [*self.path.iterdir()]
+            files = [file for home in homes if home.is_dir() for file in home.iterdir()]
+        except FileNotFoundError:  # nothing was recorded yet
+            return []
+        except OSError as error:
+            self._tell("it can't be read", error)
+            return []
+        return [file for file in files if file.name.endswith(f"{group}{ENDING}")]
+
+    def _read(self, place: Path) -> Decision | None:
+        """The decision in a file; a damaged one is set aside."""
+        try:
+            return read_decision(place)
+        except Damaged as problem:
+            self._set_aside(place, problem)
+        except OSError as error:
+            self._tell("it can't be read", error)
+        return None
+
+    def _set_aside(self, place: Path, problem: Damaged) -> None:
+        aside = place.with_name(f"{place.name}{_ASIDE}")
+        try:
+            os.replace(place, aside)
+        except OSError as error:
+            self._tell(f"{place.name} is damaged and can't be set aside", error)
+            return
+        log.warning("fuseboard: a measured choice was set aside, %s: %s", problem, aside)
+
+    def _write_waiting(self) -> None:
+        """Write what waits, if that can be done."""
+        if self.path is None:
+            return
+        try:
+            for key, decision in list(self._waiting.items()):
+                place = self._place(key)
+                assert place is not None
+                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                place.parent.mkdir(exist_ok=True)
+                write_whole(place, content_of(decision))
+                del self._waiting[key]
+        except OSError as error:
+            self._tell("it can't be written", error)
+        else:
             self._problem = ""
-        return found
 
-    def _flush(self) -> None:
-        """Write what waits, if the file allows it."""
-        if self._file is None or time.monotonic() < self._write_after:
-            return
-        with guard:
-            decisions = dict(self._decisions)
-
-        def put(connection: sqlite3.Connection) -> None:
-            for decision, force in decisions.values():
-                connection.execute(PUT + ("" if force else UNLESS_SETTLED), row_of(decision))
-
-        try:
-            self._file.write(put)
-        except Unusable as error:
-            self._write_after = time.monotonic() + self._retry_s
-            self._tell(str(error))
-            return
-        self._problem = ""
-        self._read_after = 0.0  # it works again, and nothing is kept here that it has
-        with guard:
-            for key, waiting in decisions.items():
-                if self._decisions.get(key) is waiting:
-                    del self._decisions[key]
-
-    def _write_or_raise(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        assert self._file is not None  # whoever calls has looked
-        try:
-            return self._file.write(work)
-        except Unusable as error:
-            raise CostsError(f"{self.path}: {error}") from error
-
-    def _tell(self, why: str) -> None:
+    def _tell(self, what: str, error: OSError) -> None:
         """One warning for each kind of trouble."""
-        self._problem = f"measured choices stay in memory: {why}"
-        if why not in self._told:
-            self._told.add(why)
-            log.warning("fuseboard: measured choices stay in memory: %s: %s", self.path, why)
+        self._problem = f"measured choices stay in memory: {what}: {error.strerror or error}"
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("fuseboard: %s: %s", self._problem, self.path)
 
 
 # --- this process's -------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What the cost database holds: decisions with their candidates.
 
-A row has a checksum, so that damage that SQLite can't see is seen here. It holds names and numbers
-only: reading it never runs anything.
+They are names and numbers only: reading one never runs anything.
 """
 
 from __future__ import annotations
@@ -74,13 +73,30 @@ class Decision:
 
 
 class Damaged(Exception):
-    """A row isn't what was written."""
+    """A decision isn't what was written."""
+
+
+#: Digits of a key that are its own; those after them are its group's.
+_OWN_DIGITS, _GROUP_DIGITS = 32, 16
 
 
 def decision_key(level: str, parts: Mapping[str, str]) -> str:
-    """The hex digest under which a decision is kept."""
-    text = json.dumps([level, sorted(parts.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:48]
+    """The hex digits under which a decision is kept."""
+    return _digest([level, sorted(parts.items())])[:_OWN_DIGITS] + group_of(level, parts)
+
+
+def group_of(level: str, parts: Mapping[str, str]) -> str:
+    """Hex digits that are equal for decisions of one level on one graph."""
+    return _digest([level, parts.get("graph", "")])[:_GROUP_DIGITS]
+
+
+def group_of_key(key: str) -> str:
+    """The group of the decision under a key."""
+    return key[_OWN_DIGITS:]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
@@ -171,50 +187,3 @@ def _is_number(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
-
-
-# --- rows of the table ----------------------------------------------------------------------------
-
-ROW = "SELECT key, level, graph, settled, created, body, checksum FROM decisions"
-
-PUT = """
-INSERT INTO decisions (key, level, graph, settled, created, body, checksum)
-VALUES (?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (key) DO UPDATE SET
-    level = excluded.level, graph = excluded.graph, settled = excluded.settled,
-    created = excluded.created, body = excluded.body, checksum = excluded.checksum
-"""
-#: What is settled isn't replaced by what isn't: another process tried less.
-UNLESS_SETTLED = "WHERE excluded.settled >= decisions.settled"
-
-
-def row_of(decision: Decision) -> tuple[Any, ...]:
-    """What ``PUT`` puts."""
-    body = json.dumps(encode(decision), sort_keys=True)
-    graph = decision.parts.get("graph", "")
-    settled = int(decision.settled)
-    checksum = _checksum(body, decision.key)
-    return decision.key, decision.level, graph, settled, decision.created, body, checksum
-
-
-def from_row(*row: Any) -> Decision:
-    """The decision in a row that ``ROW`` selected.
-
-    :raises Damaged: it isn't what was written.
-    """
-    key, *_, body, checksum = row
-    if not isinstance(body, str) or _checksum(body, key) != checksum:
-        raise Damaged("a decision has another checksum")
-    try:
-        decision = decode(json.loads(body))
-    except ValueError as error:
-        raise Damaged(f"a decision isn't JSON: {error}") from error
-    if row_of(decision)[:-2] != row[:-2]:
-        raise Damaged("a decision differs from its columns")
-    return decision
-
-
-def _checksum(body: str, key: str) -> str:
-    digest = hashlib.sha256(json.dumps([key]).encode())
-    digest.update(body.encode())
-    return digest.hexdigest()
