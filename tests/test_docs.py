@@ -36,7 +36,7 @@ DOCUMENTS = {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "plugins").glob("*/README.md")),
         *sorted((ROOT / "contrib").glob("*/README.md")),
         ROOT / "benchmarks" / "README.md",
@@ -52,8 +52,9 @@ IMPLEMENTED = re.compile(
 
 
 def blocks(document: str, language: str) -> list[str]:
-    """The fenced blocks of a document in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", DOCUMENTS[document], re.M | re.S)
+    """The fenced blocks of a document in one language, those with a title among them."""
+    fence = rf"^```{language}(?: title=.*)?\n(.*?)^```"
+    return re.findall(fence, DOCUMENTS[document], re.M | re.S)
 
 
 def sources(*roots: str) -> dict[Path, str]:
@@ -73,6 +74,23 @@ def test_no_document_names_a_hook_that_is_gone(document):
     named = set(re.findall(r"`(fuseboard_[a-z_]+)`", DOCUMENTS[document]))
     packages = {path.name for path in (ROOT / "plugins").glob("*/fuseboard_*")}
     assert named - packages <= set(HOOKS)
+
+
+def test_each_stage_has_a_page_with_its_hooks():
+    """A section of the hooks' module is a page of ``docs/stages``: its hooks, in order."""
+    sections: dict[str, list[str]] = {}
+    module = (ROOT / "core/fuseboard/hookspecs.py").read_text()
+    for section, hook in re.findall(r"^# --- (\w+)|^def (fuseboard_\w+)", module, re.M):
+        if section:
+            sections[section] = []
+        else:
+            sections[list(sections)[-1]].append(hook)
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/stages").glob("*.md")}
+    shown = {
+        name: re.findall(r"^::: fuseboard\.hookspecs\.(\w+)", text, re.M)
+        for name, text in pages.items()
+    }
+    assert shown == sections
 
 
 @pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook != "fuseboard_on_failure"])
@@ -225,12 +243,13 @@ def test_the_layout_is_in_layers():
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
 def test_files_that_a_document_names_exist(document):
-    """A path in backquotes or a command is one from the project's root, from core or from here."""
+    """A path in backquotes or a command is one from the root, core, here, or of a new plugin's."""
     text = DOCUMENTS[document]
     named = set(re.findall(r"\b(?:tests|examples|docs|core|plugins)/[\w./]*\w", text))
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     named |= {n for n in re.findall(r"`([\w./-]+)`", prose) if re.search(r".+/.*(/|\.py)$|/$", n)}
     homes = [ROOT, ROOT / "core", ROOT / "core" / "fuseboard", (ROOT / document).parent]
+    homes.append(ROOT / "examples" / "plugin_template")
     missing = {n for n in named if not any((home / n).exists() for home in homes)}
     assert missing <= {"benchmarks/results/"}  # a run makes it, and git ignores it
 
@@ -241,6 +260,29 @@ def test_links_lead_somewhere(document):
     links = re.findall(r"\]\(([^)#]+)", DOCUMENTS[document])
     here = (ROOT / document).parent
     assert [n for n in links if "://" not in n and not (here / n).resolve().exists()] == []
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
+def test_links_to_a_heading_find_it(document):
+    """What follows ``#`` in a link to a document is a heading of it, as code hosts write it."""
+    for path, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", DOCUMENTS[document]):
+        target = ((ROOT / document).parent / path).resolve() if path else ROOT / document
+        prose = re.sub(r"^```.*?^```", "", target.read_text(), flags=re.M | re.S)
+        headings = re.findall(r"^#+ (.*)", prose, re.M)
+        slugs = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+        assert anchor in slugs, (path, anchor)
+
+
+def test_the_site_has_every_document():
+    """The site's navigation lists each document once."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"- (\S+\.md)$", nav, re.M)) == sorted(DOCUMENTS)
+
+
+def test_the_reference_has_every_public_name():
+    """The page of public names shows each once, and nothing else."""
+    shown = re.findall(r"^::: fuseboard\.(\w+)$", DOCUMENTS["docs/api.md"], re.M)
+    assert sorted(shown) == sorted(fuseboard.__all__)
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))

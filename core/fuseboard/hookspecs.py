@@ -87,7 +87,7 @@ def pass_order(
     return mark
 
 
-# --- what a plugin is ---------------------------------------------------------------------------
+# --- plugin: what it is -------------------------------------------------------------------------
 
 
 @hookspec
@@ -343,7 +343,7 @@ def fuseboard_sampler(options: Any) -> Sampler | None:
     """
 
 
-# --- when something goes wrong, and for observers -----------------------------------------------
+# --- events: when something goes wrong, and for observers ---------------------------------------
 
 
 @hookspec(firstresult=True)

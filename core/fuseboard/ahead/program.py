@@ -105,7 +105,8 @@ class PackagedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's results.
 
-        :raises TypeError, ValueError: the arguments aren't of the kind that it was packaged for.
+        :raises TypeError: these aren't the arguments that it was packaged for.
+        :raises ValueError: they, or what surrounds the call, aren't as it was packaged for.
         """
         leaves = self.fit.leaves(args, kwargs)
         sizes, tensors = self.fit.inputs(leaves)
@@ -211,7 +212,8 @@ class CompiledPackage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's results.
 
-        :raises TypeError, ValueError: the arguments aren't of the kind that it was packaged for.
+        :raises TypeError: these aren't the arguments that it was packaged for.
+        :raises ValueError: they, or what surrounds the call, aren't as it was packaged for.
         """
         self._fit.inputs(self._fit.leaves(args, kwargs))
         args, kwargs = self._signature.arguments.of_call(args, kwargs)

@@ -7,14 +7,24 @@ nothing slow; the engine is imported by ``_lower``, when a region is there to co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fuseboard import BackendInfo, Claim, Decline, LoweredRegion, Region, claim_nodes, hookimpl
+from fuseboard import (
+    BackendInfo,
+    Claim,
+    Decline,
+    Engine,
+    LoweredRegion,
+    Region,
+    claim_nodes,
+    hookimpl,
+    why_unavailable,
+)
 
+ENGINE = Engine("NumPy", at_least="2.0")
 DTYPES = frozenset({torch.float32, torch.float64})
 
 aten = torch.ops.aten
@@ -45,18 +55,15 @@ def fuseboard_backend() -> BackendInfo:
     What isn't declared here (training, dynamic shapes, other devices and dtypes) the board keeps
     away from the other hooks.
     """
-    try:
-        engine = version("numpy")
-    except PackageNotFoundError:
-        return BackendInfo(
-            name="mychip", available=False, reason="NumPy is missing: pip install 'numpy>=2'"
-        )
+    reason = why_unavailable(ENGINE, install="pip install 'numpy>=2'")
     return BackendInfo(
         name="mychip",
         device_types=frozenset({"cpu"}),
         dtypes=DTYPES,
         compiles_quickly=True,
-        fingerprint=f"numpy {engine}",
+        available=not reason,
+        reason=reason,
+        fingerprint=f"numpy {ENGINE.version}",
     )
 
 

@@ -16,8 +16,9 @@ def _fresh_dynamo():
 
 
 def run_compiled(f, *args):
-    """The result, and the report of the graph that was compiled."""
-    compiled = torch.compile(f, backend="fuseboard", options={"backends": ["mychip"]})
+    """The result, and the report of the graph that was compiled. What fails is raised here."""
+    options = {"backends": ["mychip"], "on_failure": "raise"}
+    compiled = torch.compile(f, backend="fuseboard", options=options)
     with torch.no_grad():
         result = compiled(*args)
     (graph,) = fuseboard.last_report().graphs
@@ -35,7 +36,7 @@ def chain(x: Tensor, y: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_computes_what_eager_does(x_shape, y_shape, dtype):
-    """A chain that NumPy runs whole is within a few roundings of eager, and keeps its strides."""
+    """A chain of ops runs whole, is within a few roundings of eager, and keeps its strides."""
     x, y = torch.randn(x_shape, dtype=dtype), torch.randn(y_shape, dtype=dtype)
     result, report = run_compiled(chain, x, y)
     expected = chain(x, y)
@@ -66,7 +67,7 @@ def test_what_it_lacks_runs_elsewhere_with_a_reason():
 
 
 def test_other_dtypes_are_left_alone():
-    """Half precision isn't declared, so the board doesn't offer it to NumPy."""
+    """Half precision isn't declared, so the board doesn't offer it to the backend."""
     x = torch.randn(8, 8, dtype=torch.bfloat16)
     result, report = run_compiled(torch.tanh, x)
     assert torch.equal(result, torch.tanh(x))
