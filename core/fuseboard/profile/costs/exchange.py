@@ -111,5 +111,5 @@ def _read_json(path: Path) -> Content:
         raise CostsError(f"{wrong}: decisions is no list")
     content = Content()
     for entry in entries:
-        content.add(partial(decode, entry))
+        content.add(partial(decode, json.dumps(entry)))
     return content

@@ -40,10 +40,7 @@ def read_decision(path: Path) -> Decision | None:
     head, _, body = content.partition(b"\n")
     if head != _head(body):
         raise Damaged("it has another checksum")
-    try:
-        decision = decode(json.loads(body))
-    except ValueError as error:
-        raise Damaged(f"it isn't JSON: {error}") from error
+    decision = decode(body)
     if path.name != decision.key + ENDING:
         raise Damaged("it is another decision's")
     return decision

@@ -11,7 +11,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+#: How values are checked that are read: none is taken for another type's, and none is unknown.
+_CHECKS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 #: The problem of a candidate that an earlier process didn't come to.
 NOT_TRIED = "not tried yet"
@@ -30,6 +35,8 @@ class CandidateCost:
     :ivar problem: why it couldn't be chosen: it failed verification, raised, wasn't tried. "" if it
         could.
     """
+
+    __pydantic_config__: ClassVar = _CHECKS
 
     name: str
     latency_us: float | None = None
@@ -61,6 +68,8 @@ class Decision:
     :ivar settled: every candidate was tried; else more remain for a later process.
     :ivar created: in seconds since 1970.
     """
+
+    __pydantic_config__: ClassVar = _CHECKS
 
     key: str
     parts: Mapping[str, str]
@@ -107,21 +116,22 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ..
 
 
 def checked(decision: Decision) -> Decision:
-    """The decision as it will be read back; numbers that aren't finite become None.
+    """The decision as it will be read back; candidates' numbers that aren't finite become None.
 
     :raises ValueError: a field has a wrong type, or the key isn't that of the parts.
     """
     candidates = tuple(map(_finite, decision.candidates))
     try:
-        text = json.dumps(encode(dataclasses.replace(decision, candidates=candidates)))
-        return decode(json.loads(text))
+        return decode(json.dumps(encode(dataclasses.replace(decision, candidates=candidates))))
     except (TypeError, Damaged) as error:
         raise ValueError(f"{decision!r} can't be kept: {error}") from error
 
 
 def _finite(candidate: CandidateCost) -> CandidateCost:
     unknown: dict[str, Any] = {
-        name: None for name in _NUMBERS if not _is_finite(getattr(candidate, name))
+        name: None
+        for name, value in vars(candidate).items()
+        if isinstance(value, float) and not math.isfinite(value)
     }
     return dataclasses.replace(candidate, **unknown)
 
@@ -131,59 +141,20 @@ def encode(decision: Decision) -> dict[str, Any]:
     return dataclasses.asdict(decision)
 
 
-def decode(values: Any) -> Decision:
-    """The decision that :func:`encode` made values of.
+def decode(text: str | bytes) -> Decision:
+    """The decision that :func:`encode` made values of, from JSON.
 
-    :raises Damaged: they aren't a decision's, or the key isn't that of the parts.
+    :raises Damaged: it isn't a decision's, or the key isn't that of the parts.
     """
     try:
-        candidates = tuple(map(_candidate, values["candidates"]))
-        decision = Decision(**{**values, "candidates": candidates})
-        key = decision_key(decision.level, decision.parts)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise Damaged(f"it isn't a decision: {type(error).__name__}: {error}") from error
-    if problem := _wrong_field(decision):
-        raise Damaged(f"it isn't a decision: {problem}")
-    if decision.key != key:
+        decision = _DECISIONS.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Damaged(f"it isn't a decision: {where}: {first['msg']}") from error
+    if decision.key != decision_key(decision.level, decision.parts):
         raise Damaged(f"its key {decision.key!r} isn't that of its parts")
     return decision
 
 
-def _candidate(values: Any) -> CandidateCost:
-    exact = values.get("exact", ())
-    if not isinstance(exact, list | tuple):
-        raise TypeError("exact is no list")
-    return CandidateCost(**{**values, "exact": tuple(exact)})
-
-
-def _wrong_field(decision: Decision) -> str:
-    """Which field has a value of another type, "" if none has."""
-    strings = [decision.level, decision.winner, decision.title]
-    if not all(map(_is_text, [*strings, *decision.parts.keys(), *decision.parts.values()])):
-        return "a text is something else"
-    if not isinstance(decision.settled, bool) or not _is_number(decision.created):
-        return "settled or created is something else"
-    for candidate in decision.candidates:
-        numbers = [getattr(candidate, name) for name in _NUMBERS]
-        if not all(number is None or _is_number(number) for number in numbers):
-            return f"a number of candidate {candidate.name!r} is something else"
-        if not all(map(_is_text, (candidate.name, candidate.problem, *candidate.exact))):
-            return "a text of a candidate is something else"
-    return ""
-
-
-_NUMBERS = ("latency_us", "low_us", "high_us", "compile_s", "peak_bytes", "error", "tolerance")
-
-
-def _is_text(value: Any) -> bool:
-    """Whether it is text that can be written as UTF-8, as a lone surrogate can't."""
-    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
-
-
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and _is_finite(value)
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+_DECISIONS = TypeAdapter(Decision)
