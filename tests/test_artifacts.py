@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from fuseboard.cli.main import app
 from fuseboard.contracts import BackendInfo, Region
 from fuseboard.lower.artifacts import ARTIFACT, Key, Store
-from fuseboard.lower.cache_keys import NotCacheable, code_hash, content_hash, region_key
+from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
+from fuseboard.lower.machine import code_hash
 from fuseboard.totals import totals
 
 PARTS = {

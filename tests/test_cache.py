@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fuseboard
-from fuseboard.lower import cache_keys
+from fuseboard.lower import machine
 from fuseboard.lower.artifacts import ARTIFACT, ASIDE
 from tests.support.backends import compiled, last_graph, plugged
 from tests.support.cached_program import run
@@ -150,12 +150,12 @@ def test_a_miss_names_the_part_that_differs(directory, change, part):
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [("processor", "processor"), ("code_hash", "code, composites")],
+    [("machine.processor", "processor"), ("cache_keys.code_hash", "code, composites")],
 )
 def test_another_machine_or_code_is_a_miss(directory, name, part, monkeypatch):
     """The processor's abilities and the plugin's own files are parts of the key."""
     run(directory)
-    monkeypatch.setattr(cache_keys, name, lambda *args: "another")
+    monkeypatch.setattr(f"fuseboard.lower.{name}", lambda *args: "another")
     told = run(directory)
     assert (told["lowered"], told["notes"]) == (1, [NEAR + part, "lowered"])
 
@@ -167,7 +167,7 @@ def test_another_version_is_a_miss(directory, package, monkeypatch):
     if package == "torch":
         monkeypatch.setattr(torch.version, "git_version", "another")
     else:
-        monkeypatch.setattr(cache_keys, "fuseboard_version", lambda: "99.0")
+        monkeypatch.setattr(machine, "fuseboard_version", lambda: "99.0")
     told = run(directory)
     assert (told["lowered"], told["notes"]) == (1, [NEAR + package, "lowered"])
 

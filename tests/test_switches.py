@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fuseboard
 from fuseboard.board import board
 from fuseboard.config import resolve
-from fuseboard.lower.cache_keys import numerics
 from fuseboard.lower.isolation import make_request
+from fuseboard.lower.machine import numerics
 from fuseboard.torch_api import switches as torch_switches
 from fuseboard.torch_api.switches import read_switches, set_switches
 

@@ -55,6 +55,8 @@ class BackendInfo:
         setting ``isolate`` the first try of a region is made in a child process.
     :ivar available: False with a ``reason`` that says what to install or change.
     :ivar fingerprint: changes whenever the code that it makes may change.
+    :ivar distributions: those whose versions, torch's aside, a packaged region depends on. Where
+        they are given, a process that loads one looks at these and doesn't ask for the fingerprint.
     :ivar options: a pydantic model of ``[tool.fuseboard.plugins.NAME]``; None means no options.
     """
 
@@ -73,6 +75,7 @@ class BackendInfo:
     available: bool = True
     reason: str = ""
     fingerprint: str = ""
+    distributions: tuple[str, ...] | None = None
     options: type[Any] | None = None
 
 

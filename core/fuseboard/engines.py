@@ -5,6 +5,7 @@ Nothing is imported but package metadata, so this is for ``fuseboard_backend``.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,12 +29,20 @@ class Engine:
     @property
     def version(self) -> str:
         """The installed version; "" where it isn't installed."""
+        return next(iter(self._versions.values()), "")
+
+    @property
+    def installed(self) -> tuple[str, ...]:
+        """The distributions that bring it here."""
+        return tuple(self._versions)
+
+    @property
+    def _versions(self) -> dict[str, str]:
+        found = {}
         for distribution in self.distributions or (self.name,):
-            try:
-                return metadata.version(distribution)
-            except metadata.PackageNotFoundError:
-                continue
-        return ""
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[distribution] = metadata.version(distribution)
+        return found
 
     @property
     def problem(self) -> str:

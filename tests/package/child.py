@@ -11,6 +11,22 @@ from torch.utils._pytree import tree_flatten
 
 from tests.package import models
 
+#: What a process that loads packages of onnxruntime and mkldnn has no use for.
+NEEDLESS = [
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx.experimental.symbolic_shapes",
+    "sympy",
+    "pydantic",
+    "onnx",
+    "fuseboard.board",
+    "fuseboard.config",
+    "fuseboard.pipeline",
+    "fuseboard_inductor",
+    "fuseboard_triton",
+    "fuseboard_tvm",
+]
+
 
 def sharing(outputs, leaves):
     """Which results are, or share memory with, which argument."""
@@ -54,14 +70,18 @@ def differences(name, packaged):
 def main():
     import fuseboard
 
+    paths = json.loads(sys.argv[1])
+    for name, path in paths.items():
+        args, kwargs = models.seeded(lambda name=name: models.CASES[name][1])[0]
+        fuseboard.load(path)(*args, **kwargs)
+    imported = [name for name in NEEDLESS if name in sys.modules]
     found = {}
-    for name, path in json.loads(sys.argv[1]).items():
+    for name, path in paths.items():
         try:
             differences(name, fuseboard.load(path))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-    heavy = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
-    print(json.dumps({"differences": found, "imported": heavy}))
+    print(json.dumps({"differences": found, "imported": imported}))
 
 
 if __name__ == "__main__":

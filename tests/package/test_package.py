@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +58,10 @@ def kind_of(call):
 
 @pytest.mark.slow
 def test_a_fresh_process_computes_what_eager_does(tmp_path):
-    """Results, structure, sharing, written inputs and buffers; read-only, elsewhere."""
+    """Results, structure, sharing, written inputs and buffers; read-only, elsewhere.
+
+    And it imports no compiler, no tracer, and no plugin but those that made the packages.
+    """
     packages = tmp_path / "packages"
     packages.mkdir(mode=0o700)
     paths = {}
@@ -76,7 +81,7 @@ def test_a_fresh_process_computes_what_eager_does(tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["differences"] == {}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"differences": {}, "imported": []}
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 32])
@@ -165,6 +170,98 @@ def test_a_packages_buffers_are_its_own(tmp_path):
         packaged = fuseboard.load(tmp_path / "count.fbp")
         assert packaged(torch.ones(2)).tolist() == [1, 1]
         assert packaged(torch.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("backend", ["mkldnn", "onnxruntime"])
+def test_weights_that_are_written_to_are_prepared_again(tmp_path, backend):
+    """Packed weights and sessions follow the weights that a user loads into a package."""
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with fuseboard.settings(backends=[backend, "eager"]):
+        fuseboard.package(linear, (x,), tmp_path / "linear.fbp")
+    packaged = fuseboard.load(tmp_path / "linear.fbp")
+    assert {region["backend"] for region in packaged.manifest["report"]["regions"]} == {backend}
+    torch.testing.assert_close(packaged(x), linear(x).detach())
+    with torch.no_grad():
+        packaged.weights["weight"].mul_(-2)
+        linear.weight.mul_(-2)
+    torch.testing.assert_close(packaged(x), linear(x).detach())
+
+
+class Fragile:
+    """A backend whose code fails on some inputs."""
+
+    @fuseboard.hookimpl
+    def fuseboard_backend(self):
+        return fuseboard.BackendInfo("fragile", compiles_quickly=True)
+
+    @fuseboard.hookimpl
+    def fuseboard_claim(self, graph):
+        return fuseboard.claim_nodes(graph, lambda node: None)
+
+    @fuseboard.hookimpl
+    def fuseboard_lower(self, region):
+        return fuseboard.LoweredRegion(FragileCall(fuseboard.lower_eagerly(region).call))
+
+
+@dataclass
+class FragileCall:
+    call: Any
+
+    def __call__(self, args):
+        if args[0].sum() > 100:
+            raise RuntimeError("too much")
+        return self.call(args)
+
+
+def test_code_that_fails_in_a_call_is_replaced(tmp_path, caplog):
+    """The call is answered in eager, and so are later ones; a warning and the model say why."""
+    fuseboard.register(Fragile(), "fragile")
+    try:
+        with fuseboard.settings(backends=["fragile", "eager"], policy="priority"):
+            fuseboard.package(torch.sin, (torch.randn(3),), tmp_path / "sin.fbp")
+        packaged = fuseboard.load(tmp_path / "sin.fbp")
+    finally:
+        fuseboard.unregister("fragile")
+    assert packaged.trip == ""
+    x = torch.full((3,), 50.0)
+    torch.testing.assert_close(packaged(x), x.sin())
+    assert "too much" in packaged.trip
+    assert "too much" in caplog.text
+    torch.testing.assert_close(packaged(x), x.sin())
+
+
+def test_branches_run_in_the_regions_that_were_chosen(tmp_path):
+    """The graphs that a higher-order op calls are carried, with what their backends made."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,))
+
+    model, x = Branches().eval(), torch.rand(4, 8)
+    with fuseboard.settings(backends=["mkldnn", "eager"]):
+        fuseboard.package(model, (x,), tmp_path / "branches.fbp")
+    packaged = fuseboard.load(tmp_path / "branches.fbp")
+    for one in (x, -x):
+        torch.testing.assert_close(packaged(one), model(one).detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [None, torch.export.Dim("batch", min=1, max=64)], ids=str)
+def test_inductors_code_is_carried_as_an_archive(tmp_path, batch):
+    """A library that calls no compiler, for one size and for several."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU()).eval()
+    shapes = None if batch is None else ({0: batch},)
+    with fuseboard.settings(backends=["inductor", "eager"]):
+        fuseboard.package(model, (torch.randn(5, 6),), tmp_path / "m.fbp", dynamic_shapes=shapes)
+    packaged = fuseboard.load(tmp_path / "m.fbp")
+    assert {region["backend"] for region in packaged.manifest["report"]["regions"]} == {"inductor"}
+    for size in (5,) if batch is None else (5, 1, 64):
+        x = torch.randn(size, 6)
+        torch.testing.assert_close(packaged(x), model(x).detach())
 
 
 # --- calls that don't fit -------------------------------------------------------------------------
@@ -345,8 +442,13 @@ def rewritten(path, target, change):
         (lambda m: m["machine"].update(torch="2.9.9"), "machine", "torch '"),
         (lambda m: m["machine"].update(processor="a Z80"), "machine", "a Z80"),
         (lambda m: m["machine"].update(threads="99"), "machine", "set_num_threads"),
-        (lambda m: m["plugins"].update(gone={"code": ""}), "plugins", "'gone' isn't installed"),
-        (lambda m: m["plugins"]["mkldnn"].update(fingerprint="0"), "plugins", "fingerprint"),
+        (lambda m: m["plugins"].update(gone={"code": {"gone": ""}}), "plugins", "'gone' isn't ins"),
+        (lambda m: m["plugins"]["mkldnn"]["code"].update(fuseboard_mkldnn="0"), "plugins", "code"),
+        (
+            lambda m: m["plugins"]["mkldnn"]["distributions"].update(torch="0"),
+            "plugins",
+            "distributions",
+        ),
         (lambda m: m["op_modules"].append("no.such.module"), "plugins", r"no\.such\.module"),
     ],
 )

@@ -24,8 +24,7 @@ pytest.importorskip("onnxruntime", reason="needs the extra onnxruntime")
 import fuseboard_onnxruntime as plugin
 from fuseboard_onnxruntime import _torch_internals
 from fuseboard_onnxruntime._convert import convert, with_initializers
-from fuseboard_onnxruntime._options import Options
-from fuseboard_onnxruntime._session import make_session
+from fuseboard_onnxruntime._session import SessionSettings, make_session
 
 BACKENDS = ("onnxruntime", "eager")
 
@@ -237,7 +236,7 @@ def test_a_weight_of_which_nothing_but_the_shape_is_read():
     converted = with_initializers(convert(graph), (1, 2))
     assert [spec.position for spec in converted.inputs] == [0, 1]
     names = [spec.name for spec in converted.inputs]
-    session = make_session(converted, Options(), [rnd(4, 2)], names[1:])
+    session = make_session(converted, SessionSettings(), [rnd(4, 2)], names[1:])
     (found,) = session.run(None, {names[0]: rnd(3, 4).numpy()})
     torch.testing.assert_close(torch.from_numpy(found), (rnd(3, 4) @ rnd(4, 2)).relu())
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from fuseboard.errors import PackageError
 
-FORMAT = 1
+FORMAT = 2
 _PAGE = 4096
 _COMMENT = "fuseboard package {:04d} manifest {:016d} {:016d} sha256 "
 _DIGEST_BYTES = 64

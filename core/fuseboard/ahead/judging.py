@@ -136,15 +136,15 @@ class Judge:
     ) -> str | None:
         """None where eager can't be called with these sizes."""
         leaves, _ = tree_flatten(given)
-        inputs = zip(leaves, self._exported.inputs, strict=True)
-        tensors = [leaf for leaf, one in inputs if one.node is not None]
         try:
-            sizes, tensors = made.fit.inputs(leaves)
+            inputs = made.fit.inputs(leaves)
             self._eager(given)
         except containable():
             return None
-        weights = list(self._exported.weights.values())
-        return self._difference(made, budget, given, [*sizes, *weights, *tensors])
+        weights = self._exported.weights.values()
+        first = len(self._exported.symbols)
+        inputs[first : first + len(weights)] = weights
+        return self._difference(made, budget, given, inputs)
 
     def _narrowed(self, interface: Interface, symbol: str, size: int) -> Given | None:
         """The examples with another size; None where sizes are computed from it."""

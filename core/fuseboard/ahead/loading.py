@@ -1,9 +1,13 @@
-"""Load a package: check it, make its program again, compile nothing."""
+"""Load a package: check it, make its program again, compile nothing.
+
+Nothing is imported that a call doesn't need: no tracer, no compiler, no plugin but those whose code
+is in the package.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,17 +16,9 @@ import torch
 from fuseboard.ahead import origin, weights
 from fuseboard.ahead.file import PackageFile
 from fuseboard.ahead.program import CompiledPackage, Interface, PackagedModel, PackedProgram
-from fuseboard.board import board
-from fuseboard.contracts import Boxed
-from fuseboard.errors import LoweringError, PackageError, containable
-from fuseboard.pipeline.graph_call import GraphCall
-from fuseboard.run.captured_graph import CapturedGraph
-from fuseboard.run.failure import describe
-from fuseboard.torch_api import exports
-from fuseboard.torch_api.dynamo_graphs import tracing_apart
+from fuseboard.errors import PackageError, containable, error_text
+from fuseboard.run import portable
 from fuseboard.torch_api.state import StateGuard
-from fuseboard.torch_api.views import eager_strides
-from fuseboard.workshop.carried import Graphs, run_carried
 
 
 def load(
@@ -68,94 +64,62 @@ def _model(file: PackageFile) -> PackagedModel:
     manifest, name = file.manifest, repr(str(file.path))
     if problem := origin.why_other_machine(manifest["machine"]):
         raise PackageError("machine", f"{name} was made elsewhere; here is {problem}")
-    if problem := origin.why_no_plugins(manifest["plugins"]):
-        raise PackageError("plugins", f"{name} needs what isn't here: {problem}")
-    _import(file)
-    interface = _interface(file)
-    with StateGuard(), torch.inference_mode(False), torch.no_grad(), eager_strides():
-        held = weights.read(
-            file.member("weights.safetensors"), file.returned("weights.safetensors")
-        )
+    with StateGuard(), torch.inference_mode(False), torch.no_grad():
+        if problem := origin.why_other_plugins(manifest["plugins"]):
+            raise PackageError("plugins", f"{name} needs what isn't here: {problem}")
+        _import_ops(file)
+        interface: Interface = _unpickled(file, "interface.pkl")
+        held = _weights(file)
+        program: PackedProgram = _unpickled(file, "program.pkl")
+        eager: Callable[[], Any] = partial(_unpickled, file, "eager.pkl")
         try:
-            program: PackedProgram = pickle.loads(file.member("program.pkl"))
-            session = board.session(program.settings)
-            if problem := origin.why_other_plugins(session, manifest["plugins"]):
-                raise PackageError("plugins", f"{name}: {problem} than where it was made")
-            run = _run(program, interface, held)
-        except PackageError:
-            raise
-        except containable() as error:  # of plugins, or of objects that are made from bytes
-            raise PackageError("program", f"{name} can't be loaded: {describe(error)}") from error
-    return PackagedModel(interface, run, held, program.condition, manifest)
+            return PackagedModel(interface, program, held, manifest, eager)
+        except containable() as error:  # of plugins, which prepare weights
+            raise PackageError("program", f"{name} can't be loaded: {error_text(error)}") from error
 
 
-def _import(file: PackageFile) -> None:
+def _import_ops(file: PackageFile) -> None:
     for module in file.manifest["op_modules"]:
         try:
-            importlib.import_module(module)
-        except containable() as error:
+            origin.imported(module)
+        except PackageError as error:
             raise PackageError(
-                "plugins",
-                f"{str(file.path)!r} has ops of the module {module!r}, which can't be imported: "
-                f"{describe(error)}",
+                "plugins", f"{str(file.path)!r} has ops of the module {module!r}, which {error}"
             ) from error
 
 
-def _interface(file: PackageFile) -> Interface:
+def _unpickled(file: PackageFile, member: str) -> Any:
     try:
-        with exports.quiet():
-            return pickle.loads(file.member("interface.pkl"))  # type: ignore[no-any-return]
-    except containable() as error:
+        return portable.from_bytes(file.member(member))
+    except containable() as error:  # whatever the code of the objects in it raises
         raise PackageError(
-            "program", f"{str(file.path)!r}: its signature can't be read: {describe(error)}"
+            "program", f"{str(file.path)!r}: {member} can't be read here: {error_text(error)}"
         ) from error
 
 
-def _run(program: PackedProgram, interface: Interface, held: dict[str, torch.Tensor]) -> Boxed:
-    """What runs the graph.
-
-    :raises LoweringError, Deferred, NotCarried: a region can't be made from its artifact.
-    """
-    session, carried = board.session(program.settings), program.graph
-    graphs = Graphs(program.condition)
-    read = graphs.reader(carried.captured)
-    captured = CapturedGraph(read, "captured_inference")
-    if carried.fused is not None:
-        captured.compiled_graph = graphs.read(carried.fused)
-    call = GraphCall(session, captured.compiled_graph, f"package of {carried.report.frame}")
-    call.captured_graphs.append(captured)
-    trips = len(carried.report.trips)
-    inputs: list[Any] = [*interface.symbols, *held.values()]
-    with tracing_apart(()):
-        count = len(captured.compiled_graph.graph.find_nodes(op="placeholder"))
-        padded = [*inputs, *[None] * (count - len(inputs))]
-        run_carried(call, carried, padded, graphs, program.artifacts)
-    (runner,) = call.pipeline.runners
-    if len(runner.report.trips) > trips:
-        trip = runner.report.trips[trips]
-        raise LoweringError(f"{trip.plugin} couldn't load its part: {trip.error}")
-    return captured.boxed()
+def _weights(file: PackageFile) -> dict[str, torch.Tensor]:
+    name = "weights.safetensors"
+    return weights.read(file.member(name), file.returned(name))
 
 
 def _compiled(file: PackageFile) -> CompiledPackage:
+    from fuseboard.torch_api import exports
+
     if why := file.manifest.get("no_fallback"):
         raise PackageError(
             "program",
             f"{str(file.path)!r} can't be compiled either: it has no exported model: {why}",
         )
-    _import(file)
-    interface = _interface(file)
+    _import_ops(file)
+    interface: Interface = _unpickled(file, "interface.pkl")
     with torch.inference_mode(False):
-        held = weights.read(
-            file.member("weights.safetensors"), file.returned("weights.safetensors")
-        )
         try:
-            model = exports.from_bytes(bytes(file.member("exported.pt2")), held)
+            model = exports.from_bytes(bytes(file.member("exported.pt2")), _weights(file))
         except containable() as error:
             raise PackageError(
                 "program",
                 f"{str(file.path)!r} can't be compiled either: this torch can't read the exported "
-                f"model: {describe(error)}",
+                f"model: {error_text(error)}",
             ) from error
     compiled = torch.compile(model, backend="fuseboard")
     return CompiledPackage(interface.signature, compiled, file.manifest)

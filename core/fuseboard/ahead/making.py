@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
-import pickle
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map
 
 from fuseboard.ahead import file, origin, weights
@@ -21,23 +21,29 @@ from fuseboard.ahead.program import Interface, OutputForm, PackedProgram
 from fuseboard.ahead.signature import Arguments, LeafForm, Signature
 from fuseboard.board import Session, board
 from fuseboard.config import resolve
+from fuseboard.contracts import Region
 from fuseboard.errors import PackageError, containable
 from fuseboard.lower.guards import keeping_sizes
 from fuseboard.ops.views import view_chain
 from fuseboard.pipeline.graph_call import GraphCall
 from fuseboard.pipeline.staged_graph import Record
 from fuseboard.report.data import ledger
+from fuseboard.run import portable
 from fuseboard.run.failure import describe
+from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
+from fuseboard.run.sites import Lowered, Site
 from fuseboard.torch_api import exports
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
+from fuseboard.torch_api.archives import ArchivedCode
+from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.exports import Exported
 from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.symbols import GuardWatch, expression
 from fuseboard.torch_api.views import eager_strides
-from fuseboard.workshop.carried import NotCarried, op_modules, pack_graph
+from fuseboard.workshop.carried import op_modules
 from fuseboard.workshop.sizes import NoCondition, SizeCondition
 
 #: Calls after which what was chosen by then stays.
@@ -119,24 +125,24 @@ class _Maker:
         real = [*self._sizes(exported), *exported.weights.values(), *self._tensors(exported)]
         with ledger.collect(), eager_strides(), keeping_sizes():
             call, watch, condition = self._compiled(session, exported, real)
-        (runner,) = call.pipeline.runners
         assert call.pipeline.records is not None
         (record,) = call.pipeline.records
-        program = self._packed(session, call, record, watch, condition)
+        program = self._program(session, record, real, watch, condition)
+        packed = _Packed(exported, program, record, session)
         interface = self._interface(exported)
         judge = Judge(self._model, self._given, exported, call.captured_graphs[0].graph, real)
         interface = judge.with_targets(interface)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
         try:
-            self._write(unfinished, exported, interface, program, runner, session)
+            self._write(unfinished, packed, interface)
             made = make_model(unfinished)
-            if problem := judge.difference(made, runner.budget):
+            if problem := judge.difference(made, record.runner.budget):
                 raise PackageError("model", f"what was made isn't the model: {problem}")
-            ranges = judge.ranges(made, interface, runner.budget)
+            ranges = judge.ranges(made, interface, record.runner.budget)
             if ranges != interface.signature.ranges:
                 signature = replace(interface.signature, ranges=ranges)
                 interface = replace(interface, signature=signature)
-                self._write(unfinished, exported, interface, program, runner, session)
+                self._write(unfinished, packed, interface)
             unfinished.replace(path)
         except Unequal as error:
             raise PackageError("model", f"what was made isn't the model: {error}") from error
@@ -206,7 +212,7 @@ class _Maker:
         watch = GuardWatch(torch_internals.fake_mode_of(fakes))
         condition = SizeCondition.on(fakes) if exported.symbols else None
         call = GraphCall(session, exported.graph, f"package of {self._name}")
-        call.pipeline.records, call.pipeline.keeps_artifacts = [], True
+        call.pipeline.records = []
         with exports.compiling_exported(exported), call.with_example_inputs(real):
             call.pipeline.dynamo_graph = None  # there is none
             call.compile(exported.graph, fakes, "inference")
@@ -219,48 +225,50 @@ class _Maker:
                 break
         return call, watch, condition
 
-    def _packed(
+    def _program(
         self,
         session: Session,
-        call: GraphCall,
         record: Record,
+        real: Sequence[Any],
         watch: GuardWatch,
         condition: SizeCondition | None,
     ) -> PackedProgram:
-        infos = {info.name: info for info in session.backends}
-        sites = [one for site in record.runner.program.sites for one in site.with_inner()]
-        artifacts = {}
-        for site in sites:
-            token = site.lowered.region.backend, site.lowered.region.signature
-            found = (record.artifacts or {}).get(token, [])
-            if len({one.artifact for one in found}) > 1 and infos[token[0]].bakes_constants:
-                raise PackageError(
-                    "model",
-                    f"{token[0]} has built other weights into each of several equal regions, which "
-                    "a package can't tell apart: leave it out by the setting backends",
-                )
-            if found:
-                artifacts[token] = found[-1]
-            elif token[0] != "eager" and not infos[token[0]].compiles_quickly:
-                raise PackageError(
-                    "model",
-                    f"what {token[0]} compiled can't be stored: leave it out by the setting "
-                    "backends",
-                )
-        used = dict.fromkeys(site.lowered.region.backend for site in sites)
-        used.pop("eager", None)  # it is the last
-        backends = [*used, "eager"]
-        settings = resolve({"settle": "first_call", "backends": backends, "cache": False})
+        runner = record.runner
+        sites = [one for site in runner.program.sites for one in site.with_inner()]
+        if tripped := [site.tripped for site in sites if site.tripped]:
+            raise PackageError("model", f"{tripped[0]} failed in a call; the report says how")
+        program = self._as_archives(runner.program, session, real)
         try:
-            return PackedProgram(
-                graph=pack_graph(record, call.captured_graphs),
-                settings=settings,
-                artifacts=artifacts,
-                condition=None if condition is None else condition.with_terms(watch),
-                op_modules=op_modules([record]),
-            )
-        except (NotCarried, NoCondition) as error:
+            known = None if condition is None else condition.with_terms(watch)
+        except NoCondition as error:
             raise PackageError("model", f"what was chosen can't be stored: {error}") from error
+        return PackedProgram(
+            program.portable(runner.cloned),
+            None if known is None else known.holds(),
+            "" if known is None else known.described(),
+        )
+
+    def _as_archives(self, program: Program, session: Session, real: Sequence[Any]) -> Program:
+        """The program with archives of compiled code in the place of code that can't be pickled.
+
+        :raises PackageError: a backend writes none.
+        """
+        sites: list[Site] = []
+        made: dict[str, ArchivedCode] = {}
+        values: dict[Node, Any] = {}
+        for site in program.sites:
+            lowered = site.lowered
+            if site.is_eager or _can_be_pickled(lowered.call):
+                sites.append(site)
+                continue
+            values = values or _values(program.context.graph, real)
+            if lowered.region.signature not in made:
+                inputs = [values[node] for node in site.cut.inputs]
+                made[lowered.region.signature] = _archive(session, lowered.region, inputs)
+            code, count = made[lowered.region.signature], len(site.cut.inputs)
+            own = Lowered(lowered.region, code, code, tuple(range(count)))
+            sites.append(replace(site, lowered=own))
+        return Program(program.context, sites)
 
     def _interface(self, exported: Exported) -> Interface:
         pairs, structure = tree_flatten_with_path(self._given)
@@ -288,35 +296,25 @@ class _Maker:
             tuple(exported.writes),
         )
 
-    def _write(
-        self,
-        path: Path,
-        exported: Exported,
-        interface: Interface,
-        program: PackedProgram,
-        runner: Runner,
-        session: Session,
-    ) -> None:
-        used = {one for one, _ in program.artifacts} | {
-            region.backend for region in runner.report.regions
-        }
+    def _write(self, path: Path, packed: _Packed, interface: Interface) -> None:
+        exported, runner, session = packed.exported, packed.runner, packed.session
+        used = {region.backend for region in runner.report.regions} - {"eager"}
         manifest = {
             "model": self._name,
             "machine": origin.machine(),
-            "plugins": origin.plugins_of(session, sorted(used - {"eager"})),
-            "op_modules": list(program.op_modules),
+            "plugins": origin.plugins_of(session, sorted(used)),
+            "op_modules": list(op_modules([packed.record])),
             "signature": interface.signature.described(),
             "report": runner.report.as_dict(),
         }
-        try:
-            pickled = pickle.dumps(interface), pickle.dumps(program)
-        except Exception as error:  # whatever the code of an object in it raises
-            raise PackageError(
-                "model", f"a part of it means nothing in another process: {describe(error)}"
-            ) from error
+        pickled = {
+            "interface.pkl": _pickled(interface, "its signature"),
+            "program.pkl": _pickled(packed.program, f"what {' and '.join(used)} compiled"),
+            "eager.pkl": _pickled(runner.captured.eager, "its graph"),
+        }
         members: dict[str, file.Write] = {
-            "interface.pkl": lambda stream: stream.write(pickled[0]),
-            "program.pkl": lambda stream: stream.write(pickled[1]),
+            name: lambda stream, content=content: stream.write(content)  # type: ignore[misc]
+            for name, content in pickled.items()
         }
         try:
             exported_program = exports.to_bytes(exported.program)
@@ -325,6 +323,74 @@ class _Maker:
             manifest["no_fallback"] = str(why)
         members["weights.safetensors"] = lambda stream: weights.write(exported.weights, stream)
         file.write(path, manifest, members)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What goes into a file, the interface aside."""
+
+    exported: Exported
+    program: PackedProgram
+    record: Record
+    session: Session
+
+    @property
+    def runner(self) -> Runner:
+        return self.record.runner
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        return bool(portable.to_bytes(value))
+    except Exception:  # whatever the code of an object in it raises; the archive is the answer
+        return False
+
+
+def _values(graph: GraphModule, real: Sequence[Any]) -> dict[Node, Any]:
+    """What each node of a graph computes."""
+    interpreter = Interpreter(graph, garbage_collect_values=False)
+    with torch_internals.real_tensors():
+        interpreter.run(*real)
+    return interpreter.env
+
+
+def _archive(session: Session, region: Region, inputs: Sequence[Any]) -> ArchivedCode:
+    """
+    :raises PackageError: the region's backend writes none, or what it wrote can't be loaded.
+    """
+    with tempfile.TemporaryDirectory(prefix="fuseboard_") as folder:
+        path = Path(folder) / "region.pt2"
+        try:
+            answer = session.call(
+                "fuseboard_export",
+                region.backend,
+                graph=copy_graph(region.graph),
+                inputs=inputs,
+                names=[f"input_{number}" for number in range(len(inputs))],
+                weights=(),
+                path=path,
+            )
+            if answer is not None:
+                return ArchivedCode(path.read_bytes())
+        except containable() as error:  # a plugin may raise anything
+            raise PackageError(
+                "model",
+                f"{region.backend} can't write what it compiled to a file: {describe(error)}. "
+                "Leave it out by the setting backends",
+            ) from error
+    raise PackageError(
+        "model",
+        f"what {region.backend} compiled can't be stored: leave it out by the setting backends",
+    )
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    try:
+        return portable.to_bytes(value)
+    except Exception as error:  # whatever the code of an object in it raises
+        raise PackageError(
+            "model", f"{what} means nothing in another process: {describe(error)}"
+        ) from error
 
 
 def _write_copies(graph: GraphModule, results: Sequence[int]) -> None:

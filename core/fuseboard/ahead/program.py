@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +12,14 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from fuseboard.ahead.signature import Fit, Signature
-from fuseboard.beside import beside
-from fuseboard.config.model import Settings
 from fuseboard.contracts import Boxed
+from fuseboard.errors import containable, error_text
 from fuseboard.forks import fork_safe_lock
-from fuseboard.lower.caching import Token
-from fuseboard.lower.isolated import LoweringResult
-from fuseboard.torch_api import modes as torch_modes
-from fuseboard.workshop.carried import CarriedGraph
-from fuseboard.workshop.sizes import SizeCondition
+from fuseboard.run.portable import PortableProgram
+
+log = logging.getLogger("fuseboard")
+
+version_of = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -57,50 +58,55 @@ class Interface:
 class PackedProgram:
     """What was chosen, for another process.
 
-    :ivar settings: under which its regions are made again.
-    :ivar artifacts: of its regions.
-    :ivar condition: on the sizes of the graph's inputs, beside their ranges.
-    :ivar op_modules: those that define ops of the graph.
+    :ivar holds: whether it is for the sizes of the graph's inputs, beside their ranges; None: it is
+        for all.
+    :ivar condition: the same for people.
     """
 
-    graph: CarriedGraph
-    settings: Settings
-    artifacts: dict[Token, LoweringResult]
-    condition: SizeCondition | None
-    op_modules: tuple[str, ...]
+    code: PortableProgram
+    holds: Callable[[Sequence[Any]], bool] | None = None
+    condition: str = ""
 
 
 class PackagedModel:
     """A model out of a package: call it as the model itself. For inference alone.
 
     Calls may come from several threads. Where a call writes to buffers or inputs, one waits for the
-    other. Buffers are the package's own, as they were when the model was packaged.
+    other. Buffers are the package's own, as they were when the model was packaged. Where code fails
+    in a call, the graph runs op by op from then on, and a warning says so.
 
     :ivar manifest: what the package says of itself.
     :ivar weights: name → parameter, buffer or constant.
+    :ivar trip: how code failed in a call; "" while none did.
     """
 
     def __init__(
         self,
         interface: Interface,
-        run: Boxed,
+        program: PackedProgram,
         weights: dict[str, torch.Tensor],
-        condition: SizeCondition | None,
         manifest: dict[str, Any],
+        eager: Callable[[], Boxed],
     ) -> None:
         self.manifest = manifest
         self.interface = interface
-        self.fit = Fit(interface.signature, interface.symbols)
-        self._run = run
         self.weights = weights
-        self._weights = tuple(weights.values())
-        self._condition = condition
-        self._holds = None if condition is None else condition.holds()
+        self.trip = ""
+        held = tuple(weights.values())
+        self.fit = Fit(interface.signature, interface.symbols, held)
+        self._program = program
+        self._read_eager = eager
+        self._run = program.code.run
         self._lock = fork_safe_lock()
-        self._one: int | None = None
+        first = len(interface.symbols)
+        prepare = program.code.prepare
+        used = {place for _, places in prepare.functions for place in places}
+        #: Weights that values were prepared from, the versions that they had, and the values.
+        self._prepared_from = tuple(held[place - first] for place in sorted(used))
+        self._prepare_all()
         outputs = interface.outputs
-        if interface.structure.is_leaf() and outputs[0].result is not None:
-            self._one = outputs[0].result
+        is_leaf = interface.structure.is_leaf() and outputs[0].result is not None
+        self._one = outputs[0].result if is_leaf else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's results.
@@ -109,12 +115,9 @@ class PackagedModel:
         :raises ValueError: they, or what surrounds the call, aren't as it was packaged for.
         """
         leaves = self.fit.leaves(args, kwargs)
-        sizes, tensors = self.fit.inputs(leaves)
-        _refuse_surroundings()
-        inputs = [*sizes, *self._weights, *tensors]
-        if self._holds is not None and not self._holds(inputs):
-            assert self._condition is not None
-            raise ValueError(f"the package is for calls where {self._condition.described()}")
+        inputs = self.fit.inputs(leaves)
+        if self._program.holds is not None and not self._program.holds(inputs):
+            raise ValueError(f"the package is for calls where {self._program.condition}")
         if not self.interface.writes:
             results = self._computed(inputs)
             return results[self._one] if self._one is not None else self._returned(results, leaves)
@@ -133,13 +136,32 @@ class PackagedModel:
         return f"<fuseboard package of {self.manifest['model']}({given})>"
 
     def _computed(self, inputs: list[Any]) -> Sequence[Any]:
-        if self._holds is not None:
-            with torch.no_grad(), beside():  # sizes that are new to it aren't judged in the call
-                return self._run(inputs)
-        if not torch.is_grad_enabled():
-            return self._run(inputs)
+        if tuple(map(version_of, self._prepared_from)) != self._versions:
+            self._prepare_all()
+        try:
+            return self._run([*inputs, self._values])
+        except containable() as error:
+            return self._eagerly(inputs, error)
+
+    def _prepare_all(self) -> None:
+        self._versions = tuple(map(version_of, self._prepared_from))
+        symbols = [None] * len(self.interface.symbols)
         with torch.no_grad():
-            return self._run(inputs)
+            self._values = self._program.code.prepare([*symbols, *self.weights.values()])
+
+    def _eagerly(self, inputs: list[Any], error: BaseException) -> Sequence[Any]:
+        """The graph op by op, in this call and in later ones; what it raises is the user's own."""
+        boxed = self._read_eager()
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            args.pop()  # prepared values
+            return boxed(args)
+
+        results = run([*inputs, ()])
+        self.trip = error_text(error)
+        self._run = run
+        log.warning("fuseboard: %r failed and runs in eager from now on: %s", self, self.trip)
+        return results
 
     def _target(self, target: int | str, leaves: Sequence[Any]) -> torch.Tensor:
         return self.weights[target] if isinstance(target, str) else leaves[target]
@@ -180,21 +202,6 @@ class PackagedModel:
                 )
 
 
-def _refuse_surroundings() -> None:
-    """
-    :raises ValueError: a call's surroundings would change what the ops compute, or see them.
-    """
-    if torch_modes.autocast_is_on():
-        raise ValueError(
-            "autocast is on, and the package's dtypes are fixed: call it outside of autocast, or "
-            "package a model that enters autocast in its forward"
-        )
-    if torch_modes.is_transformed():
-        raise ValueError(
-            "torch.func transforms (vmap, grad, jvp) can't see into a package: use the model itself"
-        )
-
-
 class CompiledPackage:
     """A model out of a package that is compiled anew, since its program can't run here.
 
@@ -206,7 +213,7 @@ class CompiledPackage:
     ) -> None:
         self.manifest = manifest
         self._signature = signature
-        self._fit = Fit(signature, ())
+        self._fit = Fit(signature, (), ())
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

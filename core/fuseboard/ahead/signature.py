@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from fuseboard.run.codegen import Source
+from fuseboard.torch_api import modes as torch_modes
+
 #: Arguments by name, in the order of the parameters.
 Named = dict[str, Any]
 
@@ -157,10 +160,12 @@ class Signature:
 class Fit:
     """Brings the arguments of calls into the order of a program's inputs, if they fit.
 
-    :ivar symbols: the values of these come before the tensors.
+    :ivar symbols: the values of these come first, then the weights, then the tensors.
     """
 
-    def __init__(self, signature: Signature, symbols: Sequence[str]) -> None:
+    def __init__(
+        self, signature: Signature, symbols: Sequence[str], weights: Sequence[torch.Tensor]
+    ) -> None:
         self._signature = signature
         self._structure = signature.structure
         given = signature.arguments
@@ -171,21 +176,16 @@ class Fit:
             and all(one.is_leaf() for one in signature.structure.child(1).children())
         )
         self._symbols = tuple(symbols)
-        self._dtypes = [
-            getattr(torch, leaf.dtype) if leaf.dtype else None for leaf in signature.leaves
-        ]
-        self._orders = [
-            None if leaf.order == tuple(range(len(leaf.order))) else leaf.order
-            for leaf in signature.leaves
-        ]
+        self._weights = tuple(weights)
+        self._quick = _quick_inputs(signature, self._symbols, self._weights)
 
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The leaves of a call's arguments.
 
         :raises TypeError: they have another structure.
         """
         if self._flat and not kwargs and len(args) == len(self._signature.leaves):
-            return list(args)  # what isn't a leaf isn't what a leaf has to be
+            return args  # what isn't a leaf isn't what a leaf has to be
         given = self._signature.arguments.of_call(args, kwargs)
         leaves, structure = tree_flatten(given)
         if structure != self._structure:
@@ -194,26 +194,28 @@ class Fit:
             )
         return leaves
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[list[int], list[torch.Tensor]]:
-        """The values of the symbols, and the tensors as the program takes them.
+    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """The program's inputs.
 
         :raises TypeError: a leaf isn't what it has to be.
-        :raises ValueError: a tensor has another size, or an unfit layout.
+        :raises ValueError: a tensor has another size, or an unfit layout; or the call's
+            surroundings would change what the ops compute, or see them.
         """
+        return self._quick(*leaves) or self._checked_inputs(leaves)
+
+    def _checked_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         known: dict[str, int] = {}
         tensors = []
         derived: list[tuple[LeafForm, str, int]] = []
-        for leaf, form, dtype, order in zip(
-            leaves, self._signature.leaves, self._dtypes, self._orders, strict=True
-        ):
-            if dtype is None:
+        for leaf, form in zip(leaves, self._signature.leaves, strict=True):
+            if not form.dtype:
                 if type(leaf) is not type(form.constant) or leaf != form.constant:
                     raise ValueError(
                         f"{form.name} is {leaf!r}; it was {form.constant!r} when the model was "
                         "packaged, and is a part of the program. Package it again for other values"
                     )
                 continue
-            self._check(leaf, form, dtype)
+            self._check(leaf, form)
             for number, size in zip(leaf.shape, form.sizes, strict=True):
                 if number == size:
                     continue
@@ -224,7 +226,7 @@ class Fit:
                         raise self._other_size(leaf, form, known)
                 else:
                     derived.append((form, size, number))
-            tensors.append(_laid_out(leaf, form, order))
+            tensors.append(_laid_out(leaf, form))
         for form, text, number in derived:
             if eval(text, {"__builtins__": {}}, known) != number:
                 raise ValueError(f"a size of {form.name} is {number}, and has to be {text}")
@@ -235,13 +237,18 @@ class Fit:
                 raise ValueError(
                     f"the size {symbol} is {number}; the package was made for {low} to {most}"
                 )
-        return [known[symbol] for symbol in self._symbols], tensors
+        _refuse_surroundings()
+        return [*(known[symbol] for symbol in self._symbols), *self._weights, *tensors]
 
-    def _check(self, leaf: Any, form: LeafForm, dtype: torch.dtype) -> None:
+    def _check(self, leaf: Any, form: LeafForm) -> None:
         if type(leaf) is not torch.Tensor and type(leaf) is not torch.nn.Parameter:
             what = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             raise TypeError(f"{form.name} is a {what}; the package takes {form.described()}")
-        if leaf.dtype is not dtype or leaf.layout is not torch.strided or not leaf.is_cpu:
+        if (
+            leaf.dtype is not getattr(torch, form.dtype)
+            or leaf.layout is not torch.strided
+            or not leaf.is_cpu
+        ):
             raise TypeError(
                 f"{form.name} is {leaf.dtype} on {leaf.device}, {leaf.layout}; the package takes "
                 f"{form.described()} on the CPU"
@@ -264,9 +271,86 @@ class Fit:
         )
 
 
-def _laid_out(tensor: torch.Tensor, form: LeafForm, order: tuple[int, ...] | None) -> torch.Tensor:
+def _quick_inputs(
+    signature: Signature, symbols: Sequence[str], weights: Sequence[torch.Tensor]
+) -> Callable[..., list[Any] | None]:
+    """A function of a call's leaves: the program's inputs where nothing has to be done to them.
+
+    None where something has, or where something doesn't fit, as :meth:`Fit.inputs` tells then.
+    """
+    source = Source()
+    names = [source.unique(f"leaf{number}") for number in range(len(signature.leaves))]
+    conditions = [
+        f"not {source.bind(torch_modes.autocast_is_on, 'autocast_is_on')}()",
+        f"not {source.bind(torch_modes.is_transformed, 'is_transformed')}()",
+    ]
+    sizes: dict[str, str] = {}
+    tensors, derived = [], []
+    for name, form in zip(names, signature.leaves, strict=True):
+        if not form.dtype:
+            constant = source.bind_apart(form.constant, "constant")
+            conditions += [f"type({name}) is type({constant})", f"{name} == {constant}"]
+            continue
+        tensors.append(name)
+        conditions += _tensor_conditions(source, name, form)
+        for place, size in enumerate(form.sizes):
+            here = f"{name}.shape[{place}]"
+            if isinstance(size, int):
+                conditions.append(f"{here} == {size}")
+            elif not size.isidentifier():
+                derived.append(f"{here} == ({size})")
+            elif size in sizes:
+                conditions.append(f"{here} == {size}")
+            else:
+                sizes[size] = source.unique(size)
+                low, high = signature.ranges.get(size, (0, None))
+                upper = "" if high is None else f" <= {high}"
+                conditions.append(f"{low} <= ({size} := {here}){upper}")
+    source.line(f"if {' and '.join([*conditions, *derived])}:")
+    held = source.bind_apart(weights, "weights")
+    given = [*symbols, *([f"*{held}"] if weights else []), *tensors]
+    source.line(f"return [{', '.join(given)}]", 2)
+    source.line("return None")
+    return source.function("quick_inputs", ", ".join(names))
+
+
+def _tensor_conditions(source: Source, name: str, form: LeafForm) -> list[str]:
+    contiguous = f"{name}.is_contiguous()"
+    if form.order != tuple(range(len(form.order))):
+        contiguous = f"{name}.permute({form.order}).is_contiguous()"
+    grads = source.bind(torch.is_grad_enabled, "is_grad_enabled")
+    return [
+        f"type({name}) is {source.bind(torch.Tensor, 'Tensor')}",
+        f"{name}.dtype is {source.bind(getattr(torch, form.dtype), 'dtype')}",
+        f"{name}.is_cpu",
+        f"{name}.layout is {source.bind(torch.strided, 'strided')}",
+        f"{name}.dim() == {len(form.sizes)}",
+        contiguous,
+        f"not {name}.is_conj()",
+        f"not {name}.is_neg()",
+        f"not ({name}.requires_grad and {grads}())",
+    ]
+
+
+def _refuse_surroundings() -> None:
+    """
+    :raises ValueError: a call's surroundings would change what the ops compute, or see them.
+    """
+    if torch_modes.autocast_is_on():
+        raise ValueError(
+            "autocast is on, and the package's dtypes are fixed: call it outside of autocast, or "
+            "package a model that enters autocast in its forward"
+        )
+    if torch_modes.is_transformed():
+        raise ValueError(
+            "torch.func transforms (vmap, grad, jvp) can't see into a package: use the model itself"
+        )
+
+
+def _laid_out(tensor: torch.Tensor, form: LeafForm) -> torch.Tensor:
     """A tensor as it lay in memory when the model was packaged."""
-    ordered = tensor if order is None else tensor.permute(order)
+    order = form.order
+    ordered = tensor.permute(order)
     if ordered.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     if form.returned:
@@ -275,6 +359,4 @@ def _laid_out(tensor: torch.Tensor, form: LeafForm, order: tuple[int, ...] | Non
             "was packaged, and results share its memory: give it a copy (.contiguous())"
         )
     ordered = ordered.resolve_conj().resolve_neg().contiguous()
-    if order is None:
-        return ordered
     return ordered.permute([order.index(d) for d in range(len(order))])

@@ -110,6 +110,8 @@ def _backend(answer: Any, arguments: Arguments) -> Problems:
         yield from _is(getattr(answer, flag), bool, flag)
     yield from _is(answer.reason, str, "reason")
     yield from _is(answer.fingerprint, str, "fingerprint")
+    if answer.distributions is not None:
+        yield from _names(answer.distributions, tuple, "distributions")
     model = answer.options
     if model is not None and not (isinstance(model, type) and issubclass(model, BaseModel)):
         yield f"options is {show(model)}, not a pydantic model class"

@@ -6,12 +6,8 @@ import ctypes
 import hashlib
 import json
 import operator
-import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
@@ -23,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fuseboard.contracts import BackendInfo, GraphKind, Region
 from fuseboard.lower.artifacts import Key
+from fuseboard.lower.machine import code_hash, gpu, machine_parts
 from fuseboard.partition.signature import signature
 from fuseboard.torch_api import graphs as torch_graphs
 from fuseboard.torch_api import internals as torch_internals
@@ -30,7 +27,6 @@ from fuseboard.torch_api import symbols as torch_symbols
 from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.custom_ops import defining_modules
 from fuseboard.torch_api.nodes import graphs_in
-from fuseboard.torch_api.switches import read_switches
 
 
 class NotCacheable(Exception):
@@ -139,19 +135,6 @@ def _module_hash(name: str) -> str:
     return code_hash(Path(file))
 
 
-def machine_parts() -> dict[str, str]:
-    """The versions, the machine and the process that code is to run on and in."""
-    return {
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "fuseboard": fuseboard_version(),
-        "python": f"{platform.python_implementation()} {'.'.join(map(str, sys.version_info[:3]))}",
-        "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
-        "processor": processor(),
-        "threads": f"{torch.get_num_threads()}",
-        "numerics": numerics(),
-    }
-
-
 def _parts(
     graph: GraphModule, backend: str, kind: GraphKind, static: Sequence[int]
 ) -> dict[str, str]:
@@ -258,61 +241,3 @@ def content_hash(tensor: torch.Tensor) -> str:
         digest = hashlib.sha256(held)
     digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}".encode())
     return digest.hexdigest()
-
-
-# --- the backend ----------------------------------------------------------------------------------
-
-
-def code_hash(home: Path) -> str:
-    """A hash of a plugin's Python files: a checkout changes without a new version."""
-    is_folder = home.is_dir()
-    files = sorted(map(str, home.rglob("*.py"))) if is_folder else [str(home)]
-    found = [(file, os.stat(file)) for file in files]
-    states = tuple((file, state.st_mtime_ns, state.st_size) for file, state in found)
-    return _code_hash(states, str(home) if is_folder else str(home.parent))
-
-
-@lru_cache(maxsize=64)
-def _code_hash(states: tuple[tuple[str, int, int], ...], folder: str) -> str:
-    digest = hashlib.sha256()
-    for name, _, _ in states:
-        digest.update(f"{name.removeprefix(folder)}\n".encode())
-        with open(name, "rb") as file:
-            digest.update(file.read())
-    return digest.hexdigest()[:32]
-
-
-@lru_cache(maxsize=1)
-def fuseboard_version() -> str:
-    """The version of the installed distribution."""
-    return metadata.version("fuseboard")
-
-
-# --- the machine ----------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def processor() -> str:
-    """The processor's name and what it can do, as far as torch or the system tells."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if hasattr(torch.cpu, "get_capabilities"):
-        known = dict(torch.cpu.get_capabilities())
-        name = known.pop("cpu_name", platform.processor())
-        able = sorted(key for key, value in known.items() if value is True)
-        return f"{name} {capability} {' '.join(able)}"
-    flags = Path("/proc/cpuinfo")
-    lines = flags.read_text().splitlines() if flags.exists() else []
-    described = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return f"{platform.processor()} {capability} {' '.join(sorted(described))}"
-
-
-def gpu() -> str:
-    """The current CUDA device, and the CUDA that torch was built for."""
-    index = torch.cuda.current_device()
-    capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
-    return f"{torch.cuda.get_device_name(index)} sm_{capability} CUDA {torch.version.cuda}"
-
-
-def numerics() -> str:
-    """The switches of torch that choose among kernels."""
-    return ", ".join(f"{name}={value}" for name, value in read_switches().items())

@@ -78,7 +78,6 @@ class Cache:
         isn't.
     :param facts: by region's signature: what is known of its sizes before it is lowered. Filled in,
         or, for what was carried, read: since then more was learned.
-    :param artifacts: where to keep what this process can make again from; None where there is none.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Cache:
         defers: bool,
         carried: bool,
         facts: dict[str, str],
-        artifacts: dict[Token, list[LoweringResult]] | None,
     ) -> None:
         self._session = session
         self._report = report
@@ -97,7 +95,6 @@ class Cache:
         self._defers = defers
         self._carried = carried
         self._facts = facts
-        self._artifacts = artifacts
 
     def lower(self, task: Task, region_report: RegionReport) -> LoweredRegion | None:
         """What ``fuseboard_load`` or ``fuseboard_lower`` answered.
@@ -118,7 +115,6 @@ class Cache:
         ):
             loaded = self._load(task, found.data, region_report, place.store, found.path)
             if loaded is not None:
-                self._keep(token, found.data, found.head["guards"])
                 return loaded
         result = None
         if token in self._ready:
@@ -132,7 +128,6 @@ class Cache:
         if loads and result is not None and result.artifact is not None:
             loaded = self._take(task, result, place, region_report)
             if loaded is not None:
-                self._keep(token, result.artifact, result.guards)
                 return loaded
             if self._carried and not info.compiles_quickly:
                 raise Deferred(token, None)
@@ -142,15 +137,9 @@ class Cache:
             return answer
         symbolic = any(map(symbolic_numbers, task.inputs))
         guards = watch.code() if symbolic else []
-        self._keep(token, answer.artifact, guards)
         if place is not None:
             self._put(task, place, answer.artifact, guards, region_report)
         return dataclasses.replace(answer, artifact=None)  # it may be large, and is on disk
-
-    def _keep(self, token: Token, artifact: bytes, guards: list[str] | None) -> None:
-        if self._artifacts is not None and guards is not None:
-            result = LoweringResult(artifact=artifact, guards=guards)
-            self._artifacts.setdefault(token, []).append(result)
 
     def _place(self, task: Task, info: BackendInfo, region_report: RegionReport) -> _Place | None:
         """Where the region's artifact belongs; None where there is no such place."""

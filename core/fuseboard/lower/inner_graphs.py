@@ -18,9 +18,9 @@ from fuseboard.ops.inner_graphs import InnerGraph, called_graphs
 from fuseboard.partition.inner_plans import InnerPlan, returns_one_value, with_flat_results
 from fuseboard.partition.regions import Cut, cut_regions
 from fuseboard.run.eager import boxed_function
+from fuseboard.run.portable import AroundGraphs, Preparing
 from fuseboard.run.program import GraphContext, Program
 from fuseboard.run.sites import Lowered, Site
-from fuseboard.run.weights import run_prepare
 from fuseboard.torch_api.copies import copy_graph
 
 #: Lowers the cuts of one graph: (plan for it, its placeholder → the region's that it is, cuts).
@@ -41,15 +41,6 @@ class _InnerCode:
     values: int
     one_value: bool
 
-    def bound(self, values: Sequence[Any]) -> Callable[..., Any]:
-        """What the op calls in place of its graph."""
-
-        def run(*operands: Any) -> Any:
-            results = self.call([*operands, *values])
-            return results[0] if self.one_value else results
-
-        return run
-
 
 def lower_around(
     region: Region, plans: Sequence[InnerPlan], lower_cuts: LowerCuts, context: GraphContext
@@ -69,22 +60,14 @@ def lower_around(
     ]
     body = _on_functions(graph, inner, region.name)
     count = len(placeholders)
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        inputs, values = args[:count], args[count:]
-        args.clear()
-        functions = []
-        for code in codes:
-            functions.append(code.bound(values[: code.values]))
-            del values[: code.values]
-        return body([*inputs, *functions])
-
+    functions = tuple((code.call, code.values, code.one_value) for code in codes)
+    call = AroundGraphs(body, functions, count)
     prepares = [one for code in codes for one in code.prepares]
     uses = tuple(sorted({number for _, numbers in prepares for number in numbers}))
     prepare = None
     if prepares:
         numbered = [(one, tuple(map(uses.index, numbers))) for one, numbers in prepares]
-        prepare = run_prepare(numbered)
+        prepare = Preparing(tuple(numbered))
     return Lowered(
         region,
         call,

@@ -89,7 +89,6 @@ class Lowering:
     :ivar decomposed: where to keep graphs that are decomposed for another process.
     :ivar facts: by signature: what is known of a region's sizes before it is lowered, for keys;
         where ``carried`` is given, what was known in the other process.
-    :ivar artifacts: where to keep the artifacts of what is lowered, by backend and signature.
     :ivar overridden: where who decides a stage by the settings did so. Where ``carried`` is given
         that one is asked there alone.
     :ivar wraps: whether plugins may put something around what is lowered.
@@ -110,7 +109,6 @@ class Lowering:
     carried: Mapping[LevelKey, GraphModule | None] | None = None
     decomposed: dict[LevelKey, GraphModule | None] | None = None
     facts: dict[str, str] = field(default_factory=dict)
-    artifacts: dict[Token, list[LoweringResult]] | None = None
     overridden: set[Decided] = field(default_factory=set)
     wraps: bool = True
 
@@ -271,9 +269,7 @@ class Lowering:
             prepare=prepared.prepare,
         )
         carried = self.carried is not None
-        cache = Cache(
-            session, self.report, self.ready, self.defers, carried, self.facts, self.artifacts
-        )
+        cache = Cache(session, self.report, self.ready, self.defers, carried, self.facts)
         by_settings = fused.by_settings
         try:
             answer = self._overriding.lower(task)
@@ -385,7 +381,6 @@ class Lowering:
             carried=None,
             decomposed=None,
             facts={},
-            artifacts=None,
             overridden=set(),
         )
 

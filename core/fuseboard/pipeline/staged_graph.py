@@ -12,8 +12,6 @@ from torch.fx import GraphModule, Node
 from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import Claim, Decline, GraphKind, Plan, Region
 from fuseboard.fuse.passes import FusionCounter
-from fuseboard.lower.caching import Token
-from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.op_levels import LevelKey
 from fuseboard.lower.overriding import Decided
 from fuseboard.partition.inner_plans import InnerPlans
@@ -79,7 +77,6 @@ class Record:
     :ivar decomposed: graphs of regions that were decomposed for a plugin; those of other
         candidates, too.
     :ivar facts: what was known of each region's sizes before it was lowered, by signature.
-    :ivar artifacts: of its regions, and of those of other candidates; None: they aren't kept.
     :ivar overridden: the stages and regions that a plugin or function of the settings decided.
     """
 
@@ -87,7 +84,6 @@ class Record:
     runner: Runner
     decomposed: dict[LevelKey, GraphModule | None] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
-    artifacts: dict[Token, list[LoweringResult]] | None = None
     overridden: set[Decided] = field(default_factory=set)
     plan: Plan | None = None
 

@@ -111,7 +111,6 @@ class Pipeline:
         #: A record of each graph, in that order, where another process is to get them; else None.
         self.records: list[Record] | None = None
         #: Whether the records hold what was compiled, too.
-        self.keeps_artifacts = False
         #: Plugins whose rewrites of Dynamo's graph were applied. The report of a joint graph has
         #: them, or that of an inference graph, as AOTAutograd makes one or the other.
         self._dynamo_rewriters: dict[str, None] = {}
@@ -296,8 +295,7 @@ class Pipeline:
         runner.is_pinned = any(backend != eager for backend in staged.wishes.pins.values())
         self.runners.append(runner)
         if self.records is not None:
-            artifacts: Any = {} if self.keeps_artifacts else None
-            self.records.append(Record(staged, runner, artifacts=artifacts))
+            self.records.append(Record(staged, runner))
         with report.timed("lower"):
             if len(cut_plans) == 1:
                 self._lower(staged, cut_plans[0], runner)
@@ -393,7 +391,6 @@ class Pipeline:
             real=self.example_inputs.behind(placeholders, weight_positions),
             decomposed=record.decomposed if record is not None else None,
             facts=record.facts if record is not None else {},
-            artifacts=record.artifacts if record is not None else None,
             overridden=record.overridden if record is not None else set(),
         )
 

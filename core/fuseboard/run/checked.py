@@ -36,6 +36,7 @@ from fuseboard.profile.judge.verify import reused_outputs, verify
 from fuseboard.report.data import GraphReport
 from fuseboard.run.eager import boxed_function
 from fuseboard.run.failure import decide, describe, trip
+from fuseboard.run.portable import itself
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.state import CALL_PARTS, StateGuard
 
@@ -341,6 +342,9 @@ class CheckedPrepare:
         self._call = call
         self._plugin = plugin
         self._has_passed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self._call,)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """

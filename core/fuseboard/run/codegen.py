@@ -45,12 +45,14 @@ class Source:
     """A function being written: lines, and the objects that they name as globals.
 
     :ivar spans: globals that are shown in traces, and what makes the names of their spans.
+    :ivar ops: globals that hold what an op overload calls, and the overload.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.globals: dict[str, Any] = {}
         self.spans: dict[str, Callable[[], str]] = {}
+        self.ops: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._taken = {
             "args",
@@ -88,15 +90,9 @@ class Source:
         self.lines.append("    " * indent + text)
 
     def function(self, name: str, signature: str) -> Callable[..., Any]:
-        """Compile what was written. Tracebacks show the generated lines."""
+        """Compile what was written."""
         code = f"def {name}({signature}):\n" + "\n".join(self.lines) + "\n"
-        filename = f"<fuseboard:{name}:{next(_function_numbers)}>"
-        linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)
-        exec(compile(code, filename, "exec"), self.globals)
-        function: Callable[..., Any] = self.globals[name]
-        # A freed function can't raise any more; linecache itself would keep such lines for good.
-        weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
-        function.__fuseboard_source__ = code  # type: ignore[attr-defined]
+        function = compile_source(name, code, self.globals, self.ops)
         if self.spans:
             show_in_traces(function, self.spans)
         return function
@@ -132,10 +128,32 @@ class Source:
             return f"({left} {_INFIX[target]} {right})"
         arguments = [self.literal(arg, names) for arg in node.args]
         arguments += [f"{key}={self.literal(arg, names)}" for key, arg in node.kwargs.items()]
-        callee = self.bind(torch_internals.direct_call(target), target_name(node))
+        called = torch_internals.direct_call(target)
+        callee = self.bind(called, target_name(node))
+        if called is not target:
+            self.ops[callee] = target
         return f"{callee}({', '.join(arguments)})"
 
     def _operand(self, value: Any, names: Mapping[Node, str]) -> str:
         """An operand, in parentheses where needed: ``-2 ** x`` is ``-(2 ** x)``."""
         text = self.literal(value, names)
         return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+
+def compile_source(
+    name: str, code: str, held: dict[str, Any], ops: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A generated function. Tracebacks show its lines.
+
+    :param held: its globals.
+    :param ops: see :class:`Source`.
+    """
+    filename = f"<fuseboard:{name}:{next(_function_numbers)}>"
+    linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)
+    exec(compile(code, filename, "exec"), held)
+    function: Callable[..., Any] = held[name]
+    # A freed function can't raise any more; linecache itself would keep such lines for good.
+    weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
+    function.__fuseboard_source__ = code  # type: ignore[attr-defined]
+    function.__fuseboard_ops__ = ops  # type: ignore[attr-defined]
+    return function

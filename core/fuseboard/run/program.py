@@ -27,8 +27,9 @@ from fuseboard.report.data import GraphReport
 from fuseboard.run.checked import CheckedRegion, RegionChecks
 from fuseboard.run.codegen import Source
 from fuseboard.run.outputs import is_cheap, write_check, write_detour
+from fuseboard.run.portable import PortableProgram, Preparing
 from fuseboard.run.sites import Lowered, Site
-from fuseboard.run.weights import WeightSets, address_of, run_prepare
+from fuseboard.run.weights import WeightSets, address_of
 from fuseboard.torch_api.profiler import Spanned
 
 _WEIGHTS_CHECK = (
@@ -108,10 +109,11 @@ class Program:
         self.sites = sites
         self._weights: list[Node] = []
         self._first_value: dict[int, int] = {}
+        self._prepares: list[tuple[Boxed, tuple[int, ...]]] = []
         self.sets = self._weight_sets()
 
     def _weight_sets(self) -> WeightSets | None:
-        functions: list[tuple[Boxed, tuple[int, ...]]] = []
+        functions = self._prepares
         total = 0
         for number, site in enumerate(self.sites):
             lowered = site.lowered
@@ -124,7 +126,7 @@ class Program:
             total += lowered.values
         if not functions:
             return None
-        prepare = Spanned(run_prepare(functions), f"prepare {self.context.report.name}")
+        prepare = Spanned(Preparing(tuple(functions)), f"prepare {self.context.report.name}")
         return WeightSets.of(prepare, self.context.session.settings)
 
     # --- the functions --------------------------------------------------------------------------
@@ -166,6 +168,24 @@ class Program:
         source.line(f"return {self._result(source, names, frozenset())}")
         source.spans.clear()  # it may be timed, and spans take time
         return source.function(name, "args")
+
+    def portable(self, cloned: frozenset[int]) -> PortableProgram:
+        """The program for another process.
+
+        :param cloned: positions of outputs that are cloned.
+        """
+        source = Source()
+        name = source.unique("packaged")
+        self._values = source.unique("prepared")
+        source.line(f"{self._values} = args.pop()")
+        names, _ = self._open(source)
+        self._write_body(source, names, 1, None, contained=False, local="", copies=True)
+        source.line(f"return {self._result(source, names, cloned)}")
+        source.spans.clear()
+        inputs = self.context.graph.graph.find_nodes(op="placeholder")
+        places = [inputs.index(node) for node in self._weights]
+        prepares = [(one, tuple(places[i] for i in used)) for one, used in self._prepares]
+        return PortableProgram(source.function(name, "args"), Preparing(tuple(prepares)))
 
     def _contained(
         self,

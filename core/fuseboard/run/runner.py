@@ -55,6 +55,7 @@ class Runner:
     :ivar program: what ``uninterrupted`` was generated from.
     :ivar uninterrupted: what a call executes unless it is interrupted.
     :ivar uncompiled: the graph in eager, as it runs best; for calls right after weights changed.
+    :ivar cloned: positions of outputs that wrongly shared storage, and are cloned.
     :ivar is_pinned: the user wants something in it on another backend than eager.
     :ivar on_trip: called with the problem where the chosen program failed in a call, so that later
         processes choose another one.
@@ -83,7 +84,7 @@ class Runner:
             graph, kind, board_nodes, results, session, report, bucket, budget=budget
         )
         self.captured = captured
-        self._cloned: frozenset[int] = frozenset()
+        self.cloned: frozenset[int] = frozenset()
         self._visible = len(results) if visible is None else visible
         self._may_share = shared_outputs(results)
         self._every = session.settings.verify_every
@@ -128,7 +129,7 @@ class Runner:
                 self._go_on()
             else:
                 checks = checks or RegionChecks(again=self._every is not None)
-                self._run(program.checked(self, self._cloned, checks))
+                self._run(program.checked(self, self.cloned, checks))
 
     def interrupt(self, call: Boxed | None) -> None:
         """Let calls go to ``call`` instead, until it is taken back with None."""
@@ -149,7 +150,7 @@ class Runner:
         checks = RegionChecks(again=again)
         if is_beside():
             checks = RegionChecks(False, strides=False, inputs="unseen", again=again)
-        return program.checked(self, self._cloned, checks)(args)
+        return program.checked(self, self.cloned, checks)(args)
 
     def run_unprepared(self, sets: WeightSets, inputs: list[Any]) -> Sequence[Any]:
         """Run a call in eager: preparing its weights isn't worth it yet."""
@@ -185,10 +186,10 @@ class Runner:
 
     def _go_on(self) -> None:
         """After a checked call without a failure."""
-        following = plain = self.program.plain(self, self._cloned)
+        following = plain = self.program.plain(self, self.cloned)
         if self._every is not None:
             checked = self._held_to_budget(
-                self.program.checked(self, self._cloned, RegionChecks(inputs="watched", again=True))
+                self.program.checked(self, self.cloned, RegionChecks(inputs="watched", again=True))
             )
             following = checked if self._every == 1 else each(self._every, checked, plain)
         if self.is_proving:
@@ -246,7 +247,7 @@ class Runner:
         wrong = shares_storage(results, inputs, self._may_share, self._visible)
         with self.lock:
             if wrong:
-                self._cloned |= frozenset(wrong)
+                self.cloned |= frozenset(wrong)
                 self.report.notes.append(
                     f"outputs {wrong} are cloned: the compiled code returned storage that eager's "
                     "results don't share"

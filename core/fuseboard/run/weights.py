@@ -39,7 +39,6 @@ from fuseboard.errors import NotEnoughMemory
 from fuseboard.forks import fork_safe_lock
 from fuseboard.living import Living
 from fuseboard.spare_memory import why_no_room
-from fuseboard.torch_api import internals as torch_internals
 
 #: Bytes are read at this many places of a tensor.
 SAMPLES = 3
@@ -376,22 +375,3 @@ def prepared_bytes() -> int:
             if address not in own:
                 found[value.device, address] = size
     return sum(found.values())
-
-
-def run_prepare(
-    functions: Sequence[tuple[Callable[[list[Any]], Sequence[Any]], tuple[int, ...]]],
-) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """One function for all of a graph's prepare graphs.
-
-    :param functions: (boxed prepare function, positions among the weights that it takes).
-    """
-
-    def prepare(weights: Sequence[Any]) -> tuple[Any, ...]:
-        with torch_internals.real_tensors():
-            return tuple(
-                value
-                for function, positions in functions
-                for value in function([weights[i] for i in positions])
-            )
-
-    return prepare

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from fuseboard.capture.original import boxed_original
 from fuseboard.contracts import GraphKind
 from fuseboard.errors import LoweringError, error_text
 from fuseboard.fuse.passes import FusionCounter
-from fuseboard.lower.caching import Token
-from fuseboard.lower.isolated import LoweringResult
 from fuseboard.lower.lowering import Lowering
 from fuseboard.lower.op_levels import LevelKey
 from fuseboard.lower.overriding import Decided
@@ -320,12 +318,8 @@ def run_carried(
     carried: CarriedGraph,
     inputs: Sequence[Any],
     graphs: Graphs,
-    ready: Mapping[Token, LoweringResult] | None = None,
 ) -> None:
-    """Let the calls of the newest entry go to a program.
-
-    :param ready: the artifacts of its regions, where they aren't to be looked for in the cache.
-    """
+    """Let the calls of the newest entry go to a program."""
     session, settings, entry = call.session, call.session.settings, call.captured_graphs[-1]
     graph = entry.compiled_graph
     nodes = {node.name: node for node in graph.graph.nodes}
@@ -351,7 +345,6 @@ def run_carried(
         ),
         hoisting=settings.hoist and carried.kind == "inference",
         real=_real_inputs(placeholders, carried, inputs),
-        ready=ready or {},
         strict=True,
         carried={
             key: None if one is None else graphs.read(one)

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -141,3 +142,15 @@ def fuseboard_load(artifact: bytes, region: Region, inputs: Sequence[Any]) -> Lo
     from fuseboard_inductor._compile import load_region
 
     return load_region(artifact, region, inputs)
+
+
+@fuseboard.hookimpl
+def fuseboard_export(
+    graph: GraphModule, inputs: Sequence[Any], weights: Sequence[int], path: Path, options: Any
+) -> tuple[Any, ...] | None:
+    """An archive of compiled code for this kind of machine, where the path ends in ``.pt2``."""
+    if path.suffix != ".pt2":
+        return None
+    from fuseboard_inductor._export import export
+
+    return export(graph, inputs, weights, path, options)

@@ -12,13 +12,13 @@ from typing import Any
 from torch.fx import GraphModule
 
 import fuseboard
-from fuseboard_mkldnn._options import Options
 
 
 @fuseboard.hookimpl
 def fuseboard_backend() -> fuseboard.BackendInfo:
     """Inference on the CPU, with symbolic sizes."""
     from fuseboard_mkldnn import _ops
+    from fuseboard_mkldnn._options import Options
 
     reason = _ops.why_unavailable()
     return fuseboard.BackendInfo(
@@ -30,6 +30,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         available=not reason,
         reason=reason,
         fingerprint="" if reason else _ops.fingerprint(),
+        distributions=(),
         options=Options,
     )
 

@@ -32,7 +32,7 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
         return dataclasses.replace(exact, notes=(*exact.notes, *notes))
     graph, guard = fast
     return fuseboard.LoweredRegion(
-        call=_guarded(_lower_graph(region, graph).call, exact.call, guard),
+        call=_Guarded(_lower_graph(region, graph).call, exact.call, guard),
         notes=(
             *exact.notes,
             "relu and clip are fused where inputs and weights are finite, else they run apart",
@@ -54,10 +54,13 @@ def _lower_graph(region: fuseboard.Region, graph: GraphModule) -> fuseboard.Lowe
     return dataclasses.replace(lowered, notes=(note,) if note else ())
 
 
-def _guarded(fast: Any, exact: Any, guard: Guard) -> Any:
-    holds = guard.holds
+@dataclasses.dataclass(frozen=True)
+class _Guarded:
+    """A call by one of two ways."""
 
-    def call(args: list[Any]) -> Any:
-        return fast(args) if holds(args) else exact(args)
+    fast: Any
+    exact: Any
+    guard: Guard
 
-    return call
+    def __call__(self, args: list[Any]) -> Any:
+        return self.fast(args) if self.guard.holds(args) else self.exact(args)

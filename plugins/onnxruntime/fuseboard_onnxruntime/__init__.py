@@ -11,12 +11,13 @@ from torch.fx import GraphModule
 
 import fuseboard
 from fuseboard_onnxruntime import _availability
-from fuseboard_onnxruntime._options import Options
 
 
 @fuseboard.hookimpl
 def fuseboard_backend() -> fuseboard.BackendInfo:
     """Forward, backward and inference on the CPU, in float32, with symbolic sizes."""
+    from fuseboard_onnxruntime._options import Options
+
     reason = _availability.why_unavailable()
     return fuseboard.BackendInfo(
         name="onnxruntime",
@@ -30,6 +31,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         available=not reason,
         reason=reason,
         fingerprint="" if reason else _availability.fingerprint(),
+        distributions=_availability.runtime(),
         options=Options,
     )
 
@@ -91,4 +93,4 @@ def fuseboard_export(
         return None
     from fuseboard_onnxruntime._export import export
 
-    return export(graph, inputs, names, weights, path, options or Options())
+    return export(graph, inputs, names, weights, path, options)

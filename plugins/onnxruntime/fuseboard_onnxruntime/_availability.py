@@ -26,3 +26,8 @@ def why_unavailable() -> str:
 def fingerprint() -> str:
     """What is installed: models and their numbers depend on it."""
     return ", ".join(f"{engine.name} {engine.version}" for engine in ENGINES)
+
+
+def runtime() -> tuple[str, ...]:
+    """The distribution that brings what runs a converted model."""
+    return ENGINES[1].installed

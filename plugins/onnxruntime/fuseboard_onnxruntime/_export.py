@@ -14,7 +14,7 @@ import fuseboard
 from fuseboard_onnxruntime._convert import convert
 from fuseboard_onnxruntime._model import Model
 from fuseboard_onnxruntime._options import Options
-from fuseboard_onnxruntime._session import Runner, load_session
+from fuseboard_onnxruntime._session import Runner, SessionSettings, load_session
 
 #: Weights of more bytes than this lie in a file beside the model: protobuf ends at 2 GB.
 MOST_INSIDE = 1_500_000_000
@@ -43,7 +43,7 @@ def export(
     onnx.save_model(proto, path)
     onnx.checker.check_model(str(path))
     runner = Runner(model, [spec for spec in model.inputs if spec.position not in weights])
-    return runner(load_session(str(path), options), inputs)
+    return runner(load_session(str(path), SessionSettings.of(options)), inputs)
 
 
 def _check_ops(graph: GraphModule) -> None:

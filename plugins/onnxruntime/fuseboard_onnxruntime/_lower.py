@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 import fuseboard
 from fuseboard_onnxruntime._model import Model
-from fuseboard_onnxruntime._options import Options
-from fuseboard_onnxruntime._session import Runner, make_session
+from fuseboard_onnxruntime._session import Runner, SessionSettings, make_session
 
 
 class Plan:
@@ -43,7 +43,7 @@ class Plan:
         self.weights = weights
         self.others = others
         self._model: Model | None = None
-        self._options = Options()
+        self._settings = SessionSettings()
 
     @property
     def original(self) -> GraphModule:
@@ -58,12 +58,16 @@ class Plan:
 
         return with_initializers(convert(self.original), self.weights)
 
-    def settle(self, model: Model, options: Options) -> Runner:
+    def __getstate__(self) -> dict[str, Any]:
+        """What makes sessions in another process."""
+        return {**vars(self), "_original": None}
+
+    def settle(self, model: Model, settings: SessionSettings) -> Runner:
         """From here on sessions can be made. Returns what calls them."""
         passed = {output.passes for output in model.outputs if output is not None}
         if passed & set(self.weights):
             raise fuseboard.LoweringError("it returns a weight as it is")
-        self._model, self._options, self._original = model, options, None
+        self._model, self._settings, self._original = model, settings, None
         return Runner(model, [value for value in model.inputs if value.position in self.others])
 
     def session(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -77,7 +81,7 @@ class Plan:
             values.append(weight if spec.order is None else weight.permute(spec.order))
         names = [spec.name for spec in given]
         handle: Any = torch.zeros(1, device="cpu")
-        handle.session = make_session(self._model, self._options, values, names)
+        handle.session = make_session(self._model, self._settings, values, names)
         return handle  # type: ignore[no-any-return]
 
 
@@ -116,13 +120,11 @@ def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
     their own.
     """
 
-    def session_of(*weights: torch.Tensor) -> torch.Tensor:
-        return plan.session(weights)
-
     def run_session(*args: Any) -> Any:
         raise AssertionError("a rewritten region is lowered, never run as a graph")
 
-    session_of.cache_key = run_session.cache_key = signature  # type: ignore[attr-defined]
+    session_of = _SessionOf(plan, signature)
+    run_session.cache_key = signature  # type: ignore[attr-defined]
     run_session.plan = plan  # type: ignore[attr-defined]
     output = graph.graph.output_node()
     results = output.args[0]
@@ -147,6 +149,18 @@ def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
     graph.graph = new
 
 
+@dataclass(eq=False)
+class _SessionOf:
+    """What a graph calls to make a session of weights."""
+
+    plan: Plan
+    cache_key: str
+    __name__: ClassVar[str] = "session_of"  # which torch.fx asks for
+
+    def __call__(self, *weights: torch.Tensor) -> torch.Tensor:
+        return self.plan.session(weights)
+
+
 def _run_node(graph: GraphModule) -> Node | None:
     """The call of a session in a rewritten graph."""
     for node in graph.graph.nodes:
@@ -163,47 +177,71 @@ def lower_region(region: fuseboard.Region, model: Model | None = None) -> fusebo
 
     :param model: what it was converted to before, from a cache.
     """
-    options = region.options or Options()
+    settings = SessionSettings.of(region.options)
     run = _run_node(region.graph)
     if run is None:
-        return _with_weights_as_inputs(region.graph, options, model)
+        return _with_weights_as_inputs(region.graph, settings, model)
     plan: Plan = run.target.plan  # type: ignore[union-attr]
     if run.args[1].op != "placeholder":  # type: ignore[union-attr]
         # Nobody hoisted the making of sessions (the setting hoist is off).
-        return _with_weights_as_inputs(plan.original, options, model)
+        return _with_weights_as_inputs(plan.original, settings, model)
     if model is None:
         model = plan.converted()
-    runner = plan.settle(model, options)
+    runner = plan.settle(model, settings)
     placeholders = region.graph.graph.find_nodes(op="placeholder")
     place = {node: i for i, node in enumerate(placeholders)}
     handle = place[run.args[1]]  # type: ignore[index]
     moves = [(o, place[node]) for o, node in zip(plan.others, run.args[2:], strict=True)]
-    count = plan.count
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        given = [None] * count
-        for to, source in moves:
-            given[to] = args[source]
-        session = args[handle].session
-        args.clear()
-        return runner(session, given)
-
+    call = _SessionCall(runner, handle, tuple(moves), plan.count)
     return fuseboard.LoweredRegion(call=call, notes=model.notes, artifact=model.to_bytes())
 
 
+@dataclass(frozen=True)
+class _SessionCall:
+    """Calls the session that comes with the inputs.
+
+    :ivar handle: its position.
+    :ivar moves: (position that the model knows an input by, its position in a call).
+    :ivar count: of the positions that the model knows.
+    """
+
+    runner: Runner
+    handle: int
+    moves: tuple[tuple[int, int], ...]
+    count: int
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        given = [None] * self.count
+        for to, source in self.moves:
+            given[to] = args[source]
+        session = args[self.handle].session
+        args.clear()
+        return self.runner(session, given)
+
+
 def _with_weights_as_inputs(
-    graph: GraphModule, options: Options, model: Model | None
+    graph: GraphModule, settings: SessionSettings, model: Model | None
 ) -> fuseboard.LoweredRegion:
     if model is None:
         from fuseboard_onnxruntime._convert import convert
 
         model = convert(graph)
-    runner = Runner(model, model.inputs)
-    session = make_session(model, options)
+    call = _OwnSession(model, settings)
+    return fuseboard.LoweredRegion(call=call, notes=model.notes, artifact=model.to_bytes())
 
-    def call(args: list[Any]) -> Sequence[Any]:
+
+class _OwnSession:
+    """Calls a session whose weights are inputs."""
+
+    def __init__(self, model: Model, settings: SessionSettings) -> None:
+        self._made_from = model, settings
+        self._runner = Runner(model, model.inputs)
+        self._session = make_session(model, settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OwnSession, self._made_from
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
         given = list(args)
         args.clear()
-        return runner(session, given)
-
-    return fuseboard.LoweredRegion(call=call, notes=model.notes, artifact=model.to_bytes())
+        return self._runner(self._session, given)

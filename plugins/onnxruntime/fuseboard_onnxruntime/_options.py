@@ -6,14 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-#: Setting → name in ``onnxruntime.GraphOptimizationLevel``.
-LEVELS = {
-    "none": "ORT_DISABLE_ALL",
-    "basic": "ORT_ENABLE_BASIC",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "all": "ORT_ENABLE_ALL",
-}
-
 
 class Options(BaseModel):
     """Options of the backend."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from fuseboard_onnxruntime._dtypes import TORCH_TYPES
 from fuseboard_onnxruntime._model import Input, Model, Output
-from fuseboard_onnxruntime._options import LEVELS, Options
 from fuseboard_onnxruntime._sizes import compile_sizes
 
 #: Tensors without elements have no address, and ONNX Runtime wants one.
@@ -26,6 +26,14 @@ _FAST_GELU = "FastGeluFusion"
 #: What ONNX Runtime says of the model once the node is gone.
 _INCOMPLETE = "is not a graph input, initializer, or output of a previous node"
 
+#: Option → name in ``onnxruntime.GraphOptimizationLevel``.
+LEVELS = {
+    "none": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+
 _NUMPY_NAMES = {
     torch.float32: "float32",
     torch.uint8: "uint8",
@@ -37,8 +45,32 @@ _NUMPY_NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class SessionSettings:
+    """The plugin's options, apart from what checks them: a process that loads has no use for it.
+
+    :ivar optimization: by ONNX Runtime's name.
+    """
+
+    optimization: str = LEVELS["all"]
+    threads: int = 0
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    allow_spinning: bool = True
+
+    @classmethod
+    def of(cls, options: Any) -> SessionSettings:
+        """Those of options; None: the defaults."""
+        if options is None:
+            return cls()
+        level = LEVELS[options.optimization]
+        return cls(level, options.threads, options.providers, options.allow_spinning)
+
+
 def make_session(
-    model: Model, options: Options, weights: Sequence[torch.Tensor] = (), names: Sequence[str] = ()
+    model: Model,
+    settings: SessionSettings,
+    weights: Sequence[torch.Tensor] = (),
+    names: Sequence[str] = (),
 ) -> Any:
     """A session.
 
@@ -48,22 +80,22 @@ def make_session(
     """
     if not model.proto:
         return None
-    settings = _settings(options)
+    options = _options(settings)
     if weights:
         values = [_ort_value(weight) for weight in weights]
-        settings.add_external_initializers(list(names), values)
-    return _session(model.proto, settings, options)
+        options.add_external_initializers(list(names), values)
+    return _session(model.proto, options, settings.providers)
 
 
-def load_session(path: str, options: Options) -> Any:
+def load_session(path: str, settings: SessionSettings) -> Any:
     """A session of a model in a file."""
-    return _session(path, _settings(options), options)
+    return _session(path, _options(settings), settings.providers)
 
 
-def _session(model: Any, settings: Any, options: Options) -> Any:
+def _session(model: Any, options: Any, providers: Sequence[str]) -> Any:
     import onnxruntime
 
-    make = partial(onnxruntime.InferenceSession, model, settings, list(options.providers))
+    make = partial(onnxruntime.InferenceSession, model, options, list(providers))
     try:
         return make()
     except Exception as error:
@@ -72,26 +104,26 @@ def _session(model: Any, settings: Any, options: Options) -> Any:
     return make(disabled_optimizers=[_FAST_GELU])
 
 
-def _settings(options: Options) -> Any:
+def _options(given: SessionSettings) -> Any:
     import onnxruntime
 
-    settings = onnxruntime.SessionOptions()
-    settings.graph_optimization_level = getattr(
-        onnxruntime.GraphOptimizationLevel, LEVELS[options.optimization]
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(
+        onnxruntime.GraphOptimizationLevel, given.optimization
     )
-    settings.intra_op_num_threads = options.threads or torch.get_num_threads()
-    settings.inter_op_num_threads = 1
+    options.intra_op_num_threads = given.threads or torch.get_num_threads()
+    options.inter_op_num_threads = 1
     # Errors are raised as well, and an index of the user's that is out of range is eager's error.
-    settings.log_severity_level = 4
-    spinning = "1" if options.allow_spinning else "0"
-    settings.add_session_config_entry("session.intra_op.allow_spinning", spinning)
+    options.log_severity_level = 4
+    spinning = "1" if given.allow_spinning else "0"
+    options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
     # Without VNNI, sums of two products of 8 bits would be cut off at 16; this way they aren't.
-    settings.add_session_config_entry("session.x64quantprecision", "1")
+    options.add_session_config_entry("session.x64quantprecision", "1")
     # Its own kernels between dequantise and quantise round a convolution's bias to integers.
-    settings.add_session_config_entry("session.disable_quant_qdq", "1")
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     # What spins after a call takes time from what torch runs next.
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
-    return settings
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
 
 
 def _ort_value(weight: torch.Tensor) -> Any:
@@ -107,11 +139,15 @@ class Runner:
     def __init__(self, model: Model, given: Sequence[Input]) -> None:
         import numpy
 
+        self._made_from = model, tuple(given)
         types = {number: numpy.dtype(_NUMPY_NAMES[t]) for number, t in TORCH_TYPES.items()}
         self._inputs = [(value, types[value.onnx_type].type) for value in given]
         self._outputs = model.outputs
         self._types = {number: kind.type for number, kind in types.items()}
         self._sizes: Callable[..., Any] | None = compile_sizes(model.sizes) if model.sizes else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runner, self._made_from
 
     def __call__(self, session: Any, args: Sequence[Any]) -> tuple[Any, ...]:
         if session is None:

@@ -29,6 +29,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         available=not reason,
         reason=reason,
         fingerprint="" if reason else _engine.fingerprint(),
+        distributions=(*_engine.TVM.installed, *_engine.FFI.installed),
     )
 
 
@@ -63,9 +64,14 @@ def fuseboard_load(
     artifact: bytes, region: fuseboard.Region, inputs: Sequence[Any]
 ) -> fuseboard.LoweredRegion | None:
     """A library that an earlier process wrote."""
+    return fuseboard.LoweredRegion(call=loaded(artifact))
+
+
+def loaded(artifact: bytes) -> Any:
+    """The callable of a region that an earlier process compiled."""
     from fuseboard_tvm import _engine
 
     _engine.load()
-    from fuseboard_tvm._lower import load_region
+    from fuseboard_tvm._lower import load_call
 
-    return load_region(artifact)
+    return load_call(artifact)

@@ -24,16 +24,16 @@ def lower_region(region: fuseboard.Region) -> fuseboard.LoweredRegion:
         if not problem:  # what is run is the library: LLVM makes machine code once that way
             artifact = _artifact.pack(stored)
             stored = _artifact.unpack(artifact)
-        call = _runtime.Call(stored, threads)
+        call = _runtime.Call(stored, threads, artifact)
     notes = (problem,) if problem else ()
     return fuseboard.LoweredRegion(call=call, notes=notes, artifact=artifact)
 
 
-def load_region(artifact: bytes) -> fuseboard.LoweredRegion:
+def load_call(artifact: bytes) -> _runtime.Call:
     """The same from what an earlier process compiled."""
     with _torch_internals.real_tensors():
-        call = _runtime.Call(_artifact.unpack(artifact), torch.get_num_threads())
-    return fuseboard.LoweredRegion(call=call)
+        stored = _artifact.unpack(artifact)
+        return _runtime.Call(stored, torch.get_num_threads(), artifact)
 
 
 def _compiled(program: _graph.Program, threads: int) -> _artifact.Stored:

@@ -10,8 +10,9 @@ import torch
 import tvm
 from tvm import relax
 
+import fuseboard_tvm
 from fuseboard_tvm import _calls, _engine
-from fuseboard_tvm._artifact import Stored
+from fuseboard_tvm._artifact import Stored, why_not_stored
 from fuseboard_tvm._graph import Output
 
 Machine = Callable[..., Any]
@@ -29,10 +30,14 @@ class Machines(threading.local):
 
 
 class Call:
-    """Boxed: takes a list of tensors, empties it, returns a tuple."""
+    """Boxed: takes a list of tensors, empties it, returns a tuple.
 
-    def __init__(self, stored: Stored, threads: int) -> None:
+    :param artifact: what it can be made of again; None where it can't be stored.
+    """
+
+    def __init__(self, stored: Stored, threads: int, artifact: bytes | None) -> None:
         _calls.register()
+        self._artifact = artifact
         executable, outputs = stored.executable, stored.outputs
         self._machines = Machines(executable, threads) if executable is not None else None
         self._given = [(one.position, one.order) for one in stored.given]
@@ -43,6 +48,11 @@ class Call:
             output.computed == number and output.place is None
             for number, output in enumerate(outputs)
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._artifact is None:
+            raise TypeError(why_not_stored())
+        return fuseboard_tvm.loaded, (self._artifact,)
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         if self._constants:

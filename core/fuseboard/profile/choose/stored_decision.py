@@ -16,10 +16,10 @@ from fuseboard.contracts import GraphKind
 from fuseboard.lower.cache_keys import (
     NotCacheable,
     call_parts,
-    code_hash,
     graph_parts,
     plugin_options_text,
 )
+from fuseboard.lower.machine import code_hash
 from fuseboard.profile.costs.database import (
     CandidateCost,
     CostDatabase,
