@@ -223,7 +223,8 @@ class LoweredRegion:
     """A region as something to call.
 
     :ivar call: boxed; outputs in the region's order, with the shapes, dtypes and strides of
-        ``meta["val"]`` (the strides where more than one element is reached through them).
+        ``meta["val"]`` (the strides where more than one element is reached through them). One that
+        pickles can be packaged (``fuseboard.package``).
     :ivar notes: what people should know, such as ops that fell back inside the backend.
     :ivar artifact: what ``fuseboard_load`` of the same backend needs to make the callable again in
         another process, without compiling; the board stores it. None where it can't be made again.

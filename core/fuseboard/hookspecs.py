@@ -287,14 +287,17 @@ def fuseboard_export(
     path: Path,
     options: Any,
 ) -> tuple[Any, ...] | None:
-    """Write a whole inference graph to a file that runs without torch, and run that file.
+    """Write an inference graph to a file that runs without this process, and run that file.
 
-    Called by ``fuseboard export``, on one plugin after another until one answers. ``graph`` is a
-    copy of the graph before any decomposition, with static sizes; ``inputs`` are real tensors in
-    the order of its placeholders, ``names`` their names in the file, ``weights`` the positions of
-    those to be stored in the file. The answer is what the written file computes from the other
-    inputs, in the order of the graph's outputs. None means that the plugin doesn't write files with
-    the suffix of ``path``.
+    Called by ``fuseboard export`` for a whole graph with static sizes, on one plugin after another
+    until one answers; and by ``fuseboard.package`` for a ``.pt2`` of a region, on its backend, where
+    the region's callable can't be pickled. ``graph`` is a copy of the graph before any
+    decomposition; ``inputs`` are real tensors and ints in the order of its placeholders, ``names``
+    their names in the file, ``weights`` the positions of those to be stored in the file. A file
+    with the suffix ``.pt2`` is torch's archive of compiled code; it takes the tensors among the
+    other inputs. The answer is what the written file computes from the other inputs, in the order
+    of the graph's outputs. None means that the plugin doesn't write files with the suffix of
+    ``path``.
 
     :raises LoweringError: something in the graph can't be written.
     """
