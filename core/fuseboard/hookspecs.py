@@ -290,8 +290,8 @@ def fuseboard_export(
     """Write an inference graph to a file that runs without this process, and run that file.
 
     Called by ``fuseboard export`` for a whole graph with static sizes, on one plugin after another
-    until one answers; and by ``fuseboard.package`` for a ``.pt2`` of a region, on its backend, where
-    the region's callable can't be pickled. ``graph`` is a copy of the graph before any
+    until one answers; and by ``fuseboard.package`` for a ``.pt2`` of a region, on its backend,
+    where the region's callable can't be pickled. ``graph`` is a copy of the graph before any
     decomposition; ``inputs`` are real tensors and ints in the order of its placeholders, ``names``
     their names in the file, ``weights`` the positions of those to be stored in the file. A file
     with the suffix ``.pt2`` is torch's archive of compiled code; it takes the tensors among the
