@@ -23,7 +23,12 @@ from fuseboard.errors import containable
 from fuseboard.ops.draws import may_draw
 from fuseboard.ops.effects import has_effects
 from fuseboard.profile.judge.accuracy import Budget
-from fuseboard.profile.judge.replays import generators_put_back, replayable, without_anomaly_mode
+from fuseboard.profile.judge.replays import (
+    generator_states,
+    generators_put_back,
+    replayable,
+    without_anomaly_mode,
+)
 from fuseboard.profile.judge.rewrites import why_no_room
 from fuseboard.profile.judge.rules import reached_by
 from fuseboard.profile.judge.same_results import Disturbances, difference
@@ -82,20 +87,26 @@ class CaptureCheck:
         own = self._inputs(inputs)
         self._must_be_comparable()
         self._must_have_room(own)
+        any_values = self._why_any_values()
         want, got = self._eager(own), self._captured(own)
         if isinstance(want, BaseException) or isinstance(got, BaseException):
             return _difference_of_errors(want, got)
         if list(want) != list(got):
             return "it has other results"
         disturbed = Disturbances(partial(self._captured, own), got)
-        whole = _whole_results(self._graph)
+        whole = _whole_results(self._graph) | self._drawn().keys()
         for name, value in got.items():
             if want[name] is ITS_OWN:  # where captured results share memory, runners clone one
+                continue
+            if any_values and isinstance(value, torch.Tensor):
                 continue
             spreads = disturbed.spreads(name)
             if problem := difference(value, want[name], spreads, exact=name in whole):
                 return f"{name} {problem}"
-        return _misplacement(want, got)
+        problem = _misplacement(want, got)
+        if any_values and not problem:
+            raise CannotCompare(any_values)
+        return problem
 
     def difference_as_it_runs(self, inputs: Sequence[Any], spreads: Spreads) -> str:
         """Where what runs the calls, whatever it is by now, parts from Dynamo's graph; "" if not.
@@ -162,6 +173,8 @@ class CaptureCheck:
         if any(may_draw(node) for graph in graphs for node in graph.graph.nodes):
             raise CannotCompare("it may draw random numbers, as the user's threads do meanwhile")
         self._must_be_comparable()
+        if any_values := self._why_any_values():
+            raise CannotCompare(any_values)
         self._must_have_room(inputs)
         want = self._eager(inputs)
         if isinstance(want, BaseException):
@@ -170,7 +183,7 @@ class CaptureCheck:
             with generators_put_back(), without_anomaly_mode():
                 with torch_internals.first_call_unwatched():
                     results_of(self._compiled, inputs)
-                return want, results_of(self._compiled, inputs)
+                return want, results_of(self._compiled, inputs) | self._drawn()
         except containable() as error:
             return want, error
 
@@ -202,9 +215,13 @@ class CaptureCheck:
     def _eager(self, inputs: Copies) -> dict[str, Any] | BaseException:
         try:
             with generators_put_back(), without_anomaly_mode():
-                return results_of(self._run_dynamo_graph, inputs)
+                return results_of(self._run_dynamo_graph, inputs) | self._drawn()
         except containable() as error:  # the user's own, or a limit of eager's
             return _not_of_memory(error)
+
+    def _drawn(self) -> dict[str, torch.Tensor]:
+        """What a run leaves of the random numbers: draws of no result move those of later calls."""
+        return {} if self._fast_random else generator_states()
 
     def _captured(self, inputs: Copies, seed: int | None = None) -> dict[str, Any] | BaseException:
         """:param seed: disturb roundings by that."""
@@ -215,7 +232,7 @@ class CaptureCheck:
         try:
             running = all_running(self._captured_graphs, how)
             with generators_put_back(), without_anomaly_mode(), running:
-                return results_of(self._compiled, inputs)
+                return results_of(self._compiled, inputs) | self._drawn()
         except containable() as error:
             return _not_of_memory(error)
 
@@ -263,11 +280,16 @@ class CaptureCheck:
                 raise CannotCompare("it has effects")
             if why := replayable(graph):
                 raise CannotCompare(why)
+
+    def _why_any_values(self) -> str:
+        """Why two runs may differ in values, though not in what form these have; "" if not."""
+        for graph in (captured.compiled_graph for captured in self._captured_graphs):
             reached = reached_by(graph, {}).values()
             if any(what.memory for what in reached):
-                raise CannotCompare("uninitialised memory reaches a result")
+                return "uninitialised memory reaches a result"
             if self._fast_random and any(what.random for what in reached):
-                raise CannotCompare("its random numbers needn't be eager's")
+                return "its random numbers needn't be eager's"
+        return ""
 
     def _must_have_room(self, inputs: Copies) -> None:
         """Eager holds what it does anyway; the results of both runs come on top, and copies."""
@@ -292,7 +314,9 @@ def _misplacement(want: dict[str, Any], got: dict[str, Any]) -> str:
     """What is wrong with the strides of results of the call; those of gradients may be any."""
     for name, value in want.items():
         tensors = isinstance(value, torch.Tensor) and isinstance(got[name], torch.Tensor)
-        if tensors and name.startswith("output ") and (problem := misplaced(value, got[name])):
+        if not tensors or not name.startswith("output ") or value.shape != got[name].shape:
+            continue
+        if problem := misplaced(value, got[name]):
             return f"{name} {problem}"
     return ""
 

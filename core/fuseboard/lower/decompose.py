@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from fuseboard.torch_api import internals as torch_internals
-from fuseboard.torch_api.retracing import beside_the_trace, retrace
+from fuseboard.torch_api.retracing import as_its_kernel_lays_out, retrace
+from fuseboard.torch_api.symbols import in_the_example, why_unknown
 
 
 def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> GraphModule:
@@ -39,11 +40,11 @@ def decompose(graph: GraphModule, table: dict[Any, Callable[..., Any]]) -> Graph
 
 
 def keeping_layout(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """A table whose results lie in memory as those of the ops do.
+    """A table whose results lie in memory as those of the ops' kernels do.
 
     Kernels of norms and of softmax make row-major results of tensors that lie otherwise, while what
-    they are taken apart into keeps the order of dimensions. A joint graph is captured with a table,
-    so nobody has the strides of its outputs from before.
+    they are taken apart into keeps the order of dimensions, as some of their fake kernels do. A
+    joint graph is captured with a table, so nobody has the strides of its outputs from before.
     """
     return {
         op: partial(_laid_out, op, decomposition)
@@ -57,10 +58,10 @@ def _laid_out(op: Any, decomposition: Callable[..., Any], *args: Any, **kwargs: 
     results = decomposition(*args, **kwargs)
     if results is NotImplemented or not any(map(_is_reordered, tree_leaves((args, kwargs)))):
         return results
-    wanted = beside_the_trace(op, *args, **kwargs)
-    if isinstance(results, torch.Tensor):
+    wanted = as_its_kernel_lays_out(op, args, kwargs)
+    if isinstance(results, torch.Tensor) and isinstance(wanted, torch.Tensor):
         return _laid_out_as(wanted, results)
-    if not isinstance(results, tuple | list):
+    if not isinstance(results, tuple | list) or not isinstance(wanted, tuple | list):
         return results
     laid_out = list(map(_laid_out_as, wanted, results))
     return laid_out if type(results) is list else tuple(laid_out)  # which may have names
@@ -68,14 +69,30 @@ def _laid_out(op: Any, decomposition: Callable[..., Any], *args: Any, **kwargs: 
 
 def _is_reordered(value: Any) -> bool:
     """Whether a tensor is known to lie otherwise than row-major; nothing is added to guards."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+    layout = _layout_in_the_example(value)
+    if layout is None:
         return False
-    known = all(isinstance(number, int) for number in (*value.shape, *value.stride()))
-    return known and not value.is_contiguous()
+    step = 1
+    for size, stride in zip(*map(reversed, layout), strict=True):
+        if size != 1 and stride != step:
+            return True
+        step *= size
+    return False
+
+
+def _layout_in_the_example(value: Any) -> tuple[list[int], list[int]] | None:
+    """Sizes and strides in the call that is compiled; None where there are none, or not yet."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or why_unknown(value):
+        return None
+    shape, strides = value.shape, value.stride()
+    return [in_the_example(n) for n in shape], [in_the_example(n) for n in strides]
 
 
 def _laid_out_as(wanted: Any, result: Any) -> Any:
-    order = _order_to_copy(wanted, result)
+    have, want = _layout_in_the_example(result), _layout_in_the_example(wanted)
+    if have is None or want is None or have[0] != want[0]:
+        return result
+    order = _order_to_copy(*want, have[1])
     if order is None:
         return result
     copied = result.permute(order).clone(memory_format=torch.contiguous_format)
@@ -95,7 +112,7 @@ def _keep_strides(graph: GraphModule, lowered: GraphModule) -> None:
     copies: dict[Any, Node] = {}
     for place, (before, after) in enumerate(zip(wanted.args[0], results, strict=True)):
         if isinstance(after, Node) and isinstance(before, Node):
-            order = _order_to_copy(before.meta.get("val"), after.meta.get("val"))
+            order = _order_of_copy(before.meta.get("val"), after.meta.get("val"))
             if order is not None:
                 if after not in copies:
                     with lowered.graph.inserting_before(output):
@@ -106,21 +123,29 @@ def _keep_strides(graph: GraphModule, lowered: GraphModule) -> None:
         lowered.recompile()
 
 
-def _order_to_copy(before: Any, after: Any) -> list[int] | None:
-    """The order of dimensions in memory that a copy needs; None where strides are right already.
-
-    None as well where a copy can't make them so: symbolic ones, and those that overlap or have
-    gaps.
-    """
+def _order_of_copy(before: Any, after: Any) -> list[int] | None:
+    """The same for values of nodes; None as well where numbers are symbolic."""
     if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
         return None
     if before.layout != torch.strided or after.layout != torch.strided:
         return None
-    shape, strides = before.shape, before.stride()
-    if any(not isinstance(n, int) for n in (*shape, *strides, *after.stride())):
+    numbers = (*before.shape, *before.stride(), *after.stride())
+    if any(not isinstance(n, int) for n in numbers):
         return None
-    pairs = zip(strides, after.stride(), shape, strict=True)
-    if before.numel() == 0 or all(m == n or size == 1 for m, n, size in pairs):
+    return _order_to_copy(before.shape, before.stride(), after.stride())
+
+
+def _order_to_copy(
+    shape: Sequence[int], strides: Sequence[int], have: Sequence[int]
+) -> list[int] | None:
+    """The order of dimensions in memory that a copy needs; None where strides are right already.
+
+    None as well where a copy can't make them so: those that overlap or have gaps.
+
+    :param strides: those that are wanted.
+    """
+    pairs = zip(strides, have, shape, strict=True)
+    if 0 in shape or all(m == n or size == 1 for m, n, size in pairs):
         return None
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
     step = 1

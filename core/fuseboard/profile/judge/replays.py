@@ -172,6 +172,19 @@ def generators_put_back() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if started else [])
 
 
+def generator_states() -> dict[str, torch.Tensor]:
+    """The states of the generators that a run may have drawn from, by names for people.
+
+    None beside the user's calls, whose threads may draw meanwhile.
+    """
+    if is_beside():
+        return {}
+    states = {"the state of the CPU's generator": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["the state of CUDA's generator"] = torch.cuda.get_rng_state()
+    return states
+
+
 def without_anomaly_mode() -> AbstractContextManager[Any]:
     """torch's anomaly mode off for the block: it would print the user's error for each trial.
 
