@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import fuseboard
+from fuseboard.fuse import narrow
 from fuseboard.ops.four_bits import GROUP, pack_in_4_bits
+from fuseboard.pipeline import narrowing as narrowing_stage
+from fuseboard.report.data import ledger
 from fuseboard.torch_api import formats
 from tests.support import narrowing
 from tests.support.narrowing import report, rows
@@ -93,6 +98,15 @@ def test_a_weight_on_a_grid_is_narrowed():
     assert "in int4: 2 rewrites by narrow" in " ".join(report().notes)
 
 
+def test_mkldnn_takes_all_of_it():
+    """What packs a weight, too: else a graph would be cut around each layer."""
+    module, x = model(on_grid(64, 64), on_grid(64, 64)), torch.randn(1, 64)
+    module.append(nn.Linear(64, 10))  # what oneDNN itself runs
+    with torch.no_grad():
+        compiled(module, "mkldnn", tolerance=0.5)(x)
+    assert "mkldnn in int4" in rows()
+
+
 def test_a_weight_changed_in_place_is_rounded_again():
     module, x = model(on_grid(64, 64)), torch.randn(1, 64)
     with torch.no_grad():
@@ -104,20 +118,73 @@ def test_a_weight_changed_in_place_is_rounded_again():
     assert float((got - want).norm() / want.norm()) < EPS
 
 
-def test_other_weights_are_not_narrowed():
-    """Random ones have 8 % of error, one with an outlier in a group more; the others are."""
+def mixed():
+    """Two layers on grids, and one between them with random weights, which 4 bits leave 8 % off."""
     torch.manual_seed(0)
-    random, planted = torch.randn(64, 64) / 8, on_grid(64, 64)
-    planted[:, 7] *= 1000
-    module, x = model(on_grid(64, 64), random, on_grid(64, 64), planted), torch.randn(1, 64)
+    random, x = torch.randn(64, 64) / 8, torch.randn(1, 64)
+    return model(on_grid(64, 64), random, on_grid(64, 64)), x
+
+
+def planted():
+    """A layer with an outlier in each group, where its input is small; and one without."""
+    torch.manual_seed(0)
+    weight, x = on_grid(64, 64), torch.randn(1, 64)
+    weight[:, ::GROUP] *= 1000
+    x[:, ::GROUP] /= 1000
+    return model(weight, on_grid(64, 64)), x
+
+
+@pytest.mark.parametrize(("made", "exact"), [(mixed, 1), (planted, 0)])
+@pytest.mark.whole
+def test_other_weights_are_not_rounded_to_4_bits(made, exact, monkeypatch):
+    """They stay exact where no other format is there."""
+    monkeypatch.setattr(narrow, "narrowing_to_int8", lambda graph: None)
+    module, x = made()
     with torch.no_grad():
         got = compiled(module)(x)
         want = module.double()(x.double())
     assert float((got - want).norm() / want.norm()) < 2e-2
-    (part,) = (one for one in report().parts if one.name == "in int4")
-    assert [place.exact for place in part.places] == [False, True, False, True]
+    (part,) = report().parts
+    assert [place.module for place in part.places if place.exact] == [str(exact)]
     assert part.whole_error > 2e-2
-    assert "partly in int4" in next(row.name for row in rows().values() if row.state == "chosen")
+    assert rows()["eager partly in int4"].state == "chosen"
+    assert f"exact: {exact} (" in str(fuseboard.last_report())
+
+
+def test_other_weights_are_in_another_format(monkeypatch):
+    """In the narrowest with which all is within the budget: not in int8, if bfloat16 must do."""
+    monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.bfloat16)
+    module, x = mixed()
+    for tolerance, rest in ((2e-2, "int8"), (8e-3, "bfloat16")):
+        torch._dynamo.reset()
+        ledger.clear()
+        name = f"eager partly in int4, else in {rest}"
+        with torch.no_grad():
+            got = compiled(module, tolerance=tolerance)(x)
+            want = copy.deepcopy(module).double()(x.double())
+        error = float((got - want).norm() / want.norm())
+        assert error < tolerance
+        assert rows()[name].state == "chosen"
+        assert rows()[name].error == pytest.approx(error, rel=1e-3)
+        part = report().parts[-1]
+        assert [place.exact for place in part.places] == [False, True, False]
+        assert f"in {rest}: " in str(fuseboard.last_report())
+
+
+def test_a_later_process_takes_both_formats(monkeypatch):
+    """From the cost database: nothing is run to find them."""
+    module, x = mixed()
+    results = []
+    for decided in ("measured in a call", "taken from the cost database"):
+        torch._dynamo.reset()
+        ledger.clear()
+        with torch.no_grad():
+            results.append(compiled(module)(x))
+        assert rows()["eager partly in int4, else in int8"].state == "chosen"
+        assert report().decided == decided
+        monkeypatch.setattr(narrowing_stage, "Judge", None)
+    assert torch.equal(*results)
+    assert "2 of 3 places and the rest in int8, as an earlier" in str(fuseboard.last_report())
 
 
 @pytest.mark.parametrize("shape", [(5, 64, 64), (1, 48, 64), (1, 64, 65)])

@@ -102,6 +102,26 @@ def test_what_is_known_to_be_too_much_is_not_run_again():
     assert judged == [{0, 1}, {0, 1, 2}]
 
 
+def test_own_errors_tell_how_many_to_try_first():
+    """One run is enough where they are what comes out, but for a factor; without them half are."""
+    errors = [0.1] * 60 + [0.5, 2.0, 3.0, 4.0]
+    places = [(str(number),) for number in range(len(errors))]
+    known = dict(zip(places, errors, strict=True))
+    whole = 2 * sum(error**2 for error in errors) ** 0.5
+    assert mixing.expected_within(places, known, whole, 2.0) == 61
+    assert mixing.expected_within(places, known, whole, 1e-9) == 1
+    assert mixing.expected_within(places, known, float("nan"), 2.0) is None
+    assert mixing.expected_within(places, {}, whole, 2.0) is None
+    judged = []
+
+    def error_of(some) -> float:
+        judged.append(len(some))
+        return 2 * sum(known[place] ** 2 for place in some) ** 0.5
+
+    part = largest_part(places, error_of, 2.0, 61)
+    assert len(part.places) == judged[0] == 61
+
+
 def test_nothing_may_be_within_a_budget():
     part, judged = found([2.0] * 4)
     assert part.places == ()
@@ -234,6 +254,7 @@ def test_a_later_process_takes_the_part_that_was_found(number_format, monkeypatc
 def test_a_decision_on_another_part_is_none_on_this_one(monkeypatch):
     """As where two processes look for it at once: what runs here is verified here."""
     net, x = model(0.0, 1000.0, 0.0), torch.randn(16, 64)
+    monkeypatch.setattr(narrowing, "expected_within", lambda *_: 1)
     for runs, exact in ((JUDGINGS, 1), (2, 2)):
         torch._dynamo.reset()
         ledger.clear()

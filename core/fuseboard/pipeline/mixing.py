@@ -3,15 +3,18 @@
 Where a graph that was narrowed as a whole is beyond its budget, some places may cause most of the
 error: an input with outliers, a last layer. They are looked for on the inputs of the call that is
 compiled. Each place's own error comes from one run of all of them on exact values, which says in
-what order to try them; what they do together is measured, by the judge that candidates are judged
-by, so that what is found has been run as it is.
+what order to try them, and how many first; what they do together is measured, by the judge that
+candidates are judged by, so that what is found has been run as it is.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch.fx import GraphModule
 
@@ -72,17 +75,21 @@ class Part:
 
 
 def largest_part(
-    places: Sequence[Place], error_of: Callable[[Collection[Place]], float], limit: float
+    places: Sequence[Place],
+    error_of: Callable[[Collection[Place]], float],
+    limit: float,
+    first: int | None = None,
 ) -> Part:
     """Add halves to what is narrowed, and halves of those that are too much, largest first.
 
     :param places: in the order in which they are worth it; all together are beyond the limit.
     :param error_of: runs the graph with some of them narrowed.
+    :param first: how many of them are tried first; None: half of them.
     """
     kept: list[Place] = []
     error, judged = None, 1
     beyond = [frozenset(places)]
-    left = deque(_halves(places))
+    left = deque(_halves(places) if first is None else [places[:first], places[first:]])
     while left:
         piece = left.popleft()
         together = frozenset([*kept, *piece])
@@ -100,6 +107,24 @@ def largest_part(
     return Part(tuple(kept), error, judged)
 
 
+def expected_within(
+    places: Sequence[Place], errors: Mapping[Place, float], whole: float, limit: float
+) -> int | None:
+    """How many of the first places should be within a limit, by their own errors.
+
+    Roundings are independent of each other, so that it is squares of errors that add up. How much
+    is left of them in the results is known of all places together.
+
+    :param whole: the error of all of them, beyond the limit.
+    :returns: at least one, and not all; None where the errors don't tell.
+    """
+    squares = list(accumulate(errors.get(place, 0.0) ** 2 for place in places))
+    if not 0 < squares[-1] < math.inf or not whole < math.inf:
+        return None
+    allowed = squares[-1] * (limit / whole) ** 2
+    return min(max(bisect_right(squares, allowed), 1), len(places) - 1)
+
+
 def _halves(places: Sequence[Place]) -> list[Sequence[Place]]:
     middle = len(places) // 2
     return [places[:middle], places[middle:]] if middle else []
@@ -108,9 +133,7 @@ def _halves(places: Sequence[Place]) -> list[Sequence[Place]]:
 def by_worth(
     graph: GraphModule, narrowed: GraphModule, places: Sequence[Place], inputs: Sequence[object]
 ) -> tuple[list[Place], Mapping[Place, float]]:
-    """Places in the order of the time that they take for the error that they cause.
-
-    Roundings are independent of each other, so that it is squares of errors that add up.
+    """Places in the order of the time that they take for the square of the error that they cause.
 
     :param graph: exact.
     :param narrowed: the same with all places narrowed.

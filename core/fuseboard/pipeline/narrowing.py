@@ -16,7 +16,14 @@ from fuseboard.errors import ContractError, LoweringError, PluginError
 from fuseboard.fuse.passes import FusionCounter, apply_fusions
 from fuseboard.lower.guards import watching_guards
 from fuseboard.partition.pins import Pins
-from fuseboard.pipeline.mixing import SHARE_OF_PART, Judge, Part, Place, by_worth, largest_part
+from fuseboard.pipeline.mixing import (
+    SHARE_OF_PART,
+    Judge,
+    Place,
+    by_worth,
+    expected_within,
+    largest_part,
+)
 from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.accuracy import Budget, Metric, NotMeasured
 from fuseboard.profile.judge.rewrites import example_values, other_ends
@@ -36,10 +43,11 @@ class NarrowedGraph:
     :ivar budget: how far its results may be from float64.
     :ivar plugin: which offers it.
     :ivar places: that are narrowed.
-    :ivar only: makes it with some of these.
+    :ivar only: narrows some of them in a copy of the exact graph, or of a version of it.
     :ivar error: of its results, as measured on the inputs of the call that is compiled; None where
         it wasn't.
     :ivar exact: names of nodes that are left as they are, so that the rest is within the budget.
+    :ivar rest: another version that narrows those, as far as it can; "" where they stay exact.
     """
 
     graph: GraphModule
@@ -47,9 +55,10 @@ class NarrowedGraph:
     budget: Budget
     plugin: str
     places: tuple[Place, ...]
-    only: Callable[[Collection[Place]], GraphModule]
+    only: Callable[[GraphModule, Collection[Place]], GraphModule]
     error: float | None = None
     exact: tuple[str, ...] = ()
+    rest: str = ""
 
 
 class Narrower:
@@ -106,14 +115,14 @@ class Narrower:
             if first.problem:
                 report.notes.append(f"{first.format} isn't offered by {plugin}: {first.problem}")
                 continue
-            narrowed = partial(self._narrowed, plugin, number, graph, kind, report)
+            narrowed = partial(self._narrowed, plugin, number, kind, report)
             for level in levels:
                 wanted = [
                     fusion.nodes
                     for fusion in first.fusions
                     if all(allowed.get(name, 0.0) >= level for name in fusion.nodes)
                 ]
-                own, places = narrowed(replace(counter, applied=[]), wanted)
+                own, places = narrowed(graph, replace(counter, applied=[]), wanted)
                 if places:
                     name = f"in {first.format}"
                     name = name if level == levels[0] else f"{name} for {level:g}"
@@ -133,9 +142,9 @@ class Narrower:
         self,
         plugin: str,
         number: int,
-        graph: GraphModule,
         kind: GraphKind,
         report: GraphReport,
+        graph: GraphModule,
         counter: FusionCounter,
         places: Collection[Place],
     ) -> tuple[GraphModule, tuple[Place, ...]]:
@@ -175,12 +184,13 @@ class Narrower:
             them. None where nothing was decided.
         """
         judge = self._judge(captured) if decided is None and versions else None
-        for version in versions:
+        for number, version in enumerate(versions):
+            wider = [one for one in versions[:number] if one.budget == version.budget][::-1]
             try:
                 if decided is not None:
-                    yield from self._decided(version, graph, report, decided)
+                    yield from self._decided(version, wider, graph, report, decided)
                 elif judge is not None:
-                    yield from self._judged(version, graph, report, judge)
+                    yield from self._judged(version, wider, graph, report, judge)
                 else:
                     yield version
             except (PluginError, LoweringError) as error:
@@ -201,21 +211,32 @@ class Narrower:
     def _decided(
         self,
         version: NarrowedGraph,
+        wider: Sequence[NarrowedGraph],
         graph: GraphModule,
         report: GraphReport,
         decided: Mapping[str, tuple[str, ...]],
     ) -> list[NarrowedGraph]:
-        name = f"partly {version.name}"
-        exact = next((names for who, names in decided.items() if who.endswith(f" {name}")), ())
-        places = tuple(place for place in version.places if not set(exact) & set(place))
-        if not exact or not places:
+        part: NarrowedGraph | None = None
+        for who, exact in decided.items():
+            _, found, rest = f"{who}{_ELSE}".partition(f" partly {version.name}{_ELSE}")
+            places = tuple(place for place in version.places if not set(exact) & set(place))
+            if found and places:
+                part = _part_of(version, places, None, graph)
+                rest = rest.removesuffix(_ELSE)
+                part = next((_with_rest(part, one) for one in wider if one.name == rest), part)
+                break
+        if part is None:
             return [version]
-        report.parts.append(_part_report(version, Part(places), graph, {}))
-        part = version.only(places)
-        return [version, replace(version, graph=part, name=name, places=places, exact=exact)]
+        report.parts.append(_part_report(version, part, 0, graph, {}))
+        return [version, part]
 
     def _judged(
-        self, version: NarrowedGraph, graph: GraphModule, report: GraphReport, judge: Judge
+        self,
+        version: NarrowedGraph,
+        wider: Sequence[NarrowedGraph],
+        graph: GraphModule,
+        report: GraphReport,
+        judge: Judge,
     ) -> list[NarrowedGraph]:
         budget = version.budget
         try:
@@ -224,31 +245,64 @@ class Narrower:
             if not budget.excess_at_choice(error) or len(version.places) < 2:
                 return [version]
             places, errors = by_worth(graph, version.graph, version.places, judge.inputs)
-            part = largest_part(
+            limit = SHARE_OF_PART * budget.tolerance
+            found = largest_part(
                 places,
-                lambda some: judge.error(version.only(some)),
-                SHARE_OF_PART * budget.tolerance,
+                lambda some: judge.error(version.only(graph, some)),
+                limit,
+                expected_within(places, errors, error, limit),
             )
+            part = _part_of(version, found.places, found.error, graph)
+            if found.places:
+                part = _narrowed_further(part, wider, judge)
         except NotMeasured:  # the choice tells it
             return [version]
-        report.parts.append(_part_report(version, part, graph, errors))
-        if not part.places:
-            return [version]
-        narrowed = replace(
-            version,
-            graph=version.only(part.places),
-            name=f"partly {version.name}",
-            places=part.places,
-            error=part.error,
-            exact=tuple(
-                name for place in version.places if place not in part.places for name in place
-            ),
-        )
-        return [version, narrowed]
+        report.parts.append(_part_report(version, part, found.judged, graph, errors))
+        return [version, part] if found.places else [version]
+
+
+#: Stands in the name of a part before what narrows the rest.
+_ELSE = ", else "
+
+
+def _part_of(
+    version: NarrowedGraph, places: tuple[Place, ...], error: float | None, graph: GraphModule
+) -> NarrowedGraph:
+    left = [place for place in version.places if place not in places]
+    return replace(
+        version,
+        graph=version.only(graph, places),
+        name=f"partly {version.name}",
+        places=places,
+        error=error,
+        exact=tuple(name for place in left for name in place),
+    )
+
+
+def _narrowed_further(
+    part: NarrowedGraph, wider: Sequence[NarrowedGraph], judge: Judge
+) -> NarrowedGraph:
+    """A part with the rest in the first of other formats that keeps it within the budget."""
+    for other in wider:
+        if any(name in part.exact for place in other.places for name in place):
+            both = _with_rest(part, other)
+            error = judge.error(both.graph)
+            if not part.budget.excess_at_choice(error):
+                return replace(both, error=error)
+    return part
+
+
+def _with_rest(part: NarrowedGraph, other: NarrowedGraph) -> NarrowedGraph:
+    name = f"{part.name}{_ELSE}{other.name}"
+    return replace(part, graph=other.only(part.graph, other.places), name=name, rest=other.name)
 
 
 def _part_report(
-    version: NarrowedGraph, part: Part, graph: GraphModule, errors: Mapping[Place, float]
+    version: NarrowedGraph,
+    part: NarrowedGraph,
+    judged: int,
+    graph: GraphModule,
+    errors: Mapping[Place, float],
 ) -> PartReport:
     nodes = {node.name: node for node in graph.graph.nodes}
     places = tuple(
@@ -257,15 +311,16 @@ def _part_report(
         )
         for place in version.places
     )
-    return PartReport(version.name, version.error, part.error, part.judged, places)
+    return PartReport(version.name, version.error, part.error, judged, places, part.rest)
 
 
-_Narrowed = Callable[[FusionCounter, Collection[Place]], tuple[GraphModule, tuple[Place, ...]]]
-
-
-def _graph_of(narrowed: _Narrowed, places: Collection[Place]) -> GraphModule:
-    """The graph with places narrowed that may be: the counter has let them pass before."""
-    return narrowed(FusionCounter(), places)[0]
+def _graph_of(
+    narrowed: Callable[..., tuple[GraphModule, tuple[Place, ...]]],
+    graph: GraphModule,
+    places: Collection[Place],
+) -> GraphModule:
+    """A graph with places narrowed that may be: the counter has let them pass before."""
+    return narrowed(graph, FusionCounter(), places)[0]
 
 
 def _other_results(before: GraphModule, after: GraphModule) -> str:

@@ -70,19 +70,21 @@ def part(found: PartReport) -> str:
     """What was found of a version beyond its budget, in a sentence without the places' names."""
     many, left = len(found.places), sum(not place.exact for place in found.places)
     told = f"{found.name}, {left} of {words.many(many, 'place')}"
+    rest = f" and the rest {found.rest}" if found.rest else ""
     if found.whole_error is None:
-        return f"{told}, as an earlier process found"
+        return f"{told}{rest}, as an earlier process found"
     whole = f"error {found.whole_error:.2g} {found.name} as a whole"
     runs = f"found in {words.many(found.judged, 'run')}"
     if found.error is None:
         return f"{whole}, and no part that was tried is within the tolerance ({runs})"
-    return f"{whole}, {found.error:.2g} with {left} of {words.many(many, 'place')} ({runs})"
+    return f"{whole}, {found.error:.2g} with {left} of {words.many(many, 'place')}{rest} ({runs})"
 
 
 def exact_places(found: PartReport) -> str:
-    """The places that stay exact, with the errors that they would cause by themselves."""
+    """The places that aren't in its format, with the errors that they would cause by themselves."""
     exact = [place for place in by_error(found) if place.exact]
-    return words.first([f"{place.module or place.name}{_own(place)}" for place in exact])
+    names = words.first([f"{place.module or place.name}{_own(place)}" for place in exact])
+    return f"{found.rest or 'exact'}: {names}"
 
 
 def by_error(found: PartReport) -> list[PlaceReport]:

@@ -93,7 +93,7 @@ class PlaceReport:
 
     :ivar error: of what comes out of it, relative to its norm, if what goes in is exact. None where
         that isn't known.
-    :ivar exact: it stays as it is.
+    :ivar exact: it stays as it is, or is in what the part's ``rest`` says.
     """
 
     name: str
@@ -111,6 +111,8 @@ class PartReport:
         process found the part, and so ``error``.
     :ivar error: of the part; None where none is within the budget.
     :ivar judged: how many versions were run to find it.
+    :ivar rest: what places are in that aren't in this format, such as ``in int8``; "" where
+        they are exact.
     """
 
     name: str
@@ -118,6 +120,7 @@ class PartReport:
     error: float | None = None
     judged: int = 0
     places: tuple[PlaceReport, ...] = ()
+    rest: str = ""
 
 
 @dataclass

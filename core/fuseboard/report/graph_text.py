@@ -80,7 +80,7 @@ def _choice(graph: GraphReport) -> list[RenderableType]:
     for found in graph.parts:
         parts.append(line(choices.part(found)))
         if found.error is not None or found.whole_error is None:
-            parts.append(line(f"exact: {choices.exact_places(found)}", "dim", indent=4))
+            parts.append(line(choices.exact_places(found), "dim", indent=4))
     if scaled := choices.scaled(graph):
         parts.append(line(scaled, "dim"))
     parts += [line(f"{row.name} {row.state}: {row.problem}", "red") for row in rows if row.problem]

@@ -71,7 +71,7 @@ def why_not(node: Node) -> str | None:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher-order op {target.name()}"
     if isinstance(target, torch._ops.OpOverload):
-        if target.namespace not in ("aten", "prims", "prim", "mkldnn", "quantized_decomposed"):
+        if target.namespace not in _NAMESPACES:
             return f"{target.name()} isn't an ATen op"
         if target._schema.is_mutable:
             return f"{target.name()} writes to its inputs"
@@ -82,6 +82,8 @@ def why_not(node: Node) -> str | None:
 
 
 _SCALAR_MODULES = ("_operator", "math", "torch")
+#: Torch's ops and the board's own, which have kernels for the CPU.
+_NAMESPACES = ("aten", "prims", "prim", "mkldnn", "quantized_decomposed", "fuseboard")
 
 
 def _decline(node: Node, reason: str) -> fuseboard.Decline:
