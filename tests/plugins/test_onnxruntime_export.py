@@ -47,13 +47,13 @@ def draws():
     return (lambda x: x + torch.rand_like(x)), (torch.ones(3),)
 
 
-def breaks():
-    def f(x):
-        x = x @ x
-        torch._dynamo.graph_break()
-        return x.relu()
+def branches():
+    return (lambda x: x.relu() if x.sum() > 0 else x), (torch.ones(3, 3),)
 
-    return f, (torch.ones(3, 3),)
+
+def counts():
+    norm = nn.BatchNorm1d(3)
+    return norm.train(), (torch.ones(4, 3),)
 """
 
 
@@ -134,7 +134,8 @@ def test_large_weights_lie_beside_the_model(script, tmp_path, monkeypatch):
     ("name", "file", "said"),
     [
         ("draws", "out.onnx", "it draws random numbers"),
-        ("breaks", "out.onnx", "the call ran as 2 graphs"),
+        ("branches", "out.onnx", "torch.export can't export the model"),
+        ("counts", "out.onnx", "a call of the model writes to its inputs or buffers"),
         ("mlp", "out.pt", "writes .pt"),
         ("mlp", "nowhere/out.onnx", "there is no directory"),
         ("absent", "out.onnx", "has no function 'absent'"),

@@ -70,7 +70,6 @@ class Judge:
         self._exported = exported
         self._captured = captured
         self._real = real
-        self._first = len(exported.symbols) + len(exported.weights)
 
     def with_targets(self, interface: Interface) -> Interface:
         """The interface, with what a call of the model in eager tells of its results.

@@ -96,7 +96,7 @@ class _Maker:
         kwargs: dict[str, Any],
         dynamic_shapes: Any,
     ) -> None:
-        self._model = model if isinstance(model, torch.nn.Module) else _module_of(model)
+        self._model = model if isinstance(model, torch.nn.Module) else module_of(model)
         self._name = type(model).__name__ if model is self._model else _name_of(model)
         function = self._model.forward
         try:
@@ -410,7 +410,8 @@ def _write_copies(graph: GraphModule, results: Sequence[int]) -> None:
     end.args = (tuple(values),)
 
 
-def _module_of(function: Callable[..., Any]) -> torch.nn.Module:
+def module_of(function: Callable[..., Any]) -> torch.nn.Module:
+    """A function as a module, as torch.export takes it."""
     module = torch.nn.Module()
     try:
         inspect.signature(function)

@@ -17,13 +17,9 @@ from fuseboard.errors import FuseboardError
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from fuseboard.contracts import BackendInfo, Claim, Decline, LoweredRegion, Region
-
-_NAME = "export-capture"
-
 
 class ExportError(FuseboardError):
-    """A model isn't one graph, nobody writes such files, or what was written is wrong."""
+    """A model can't be exported, nobody writes such files, or what was written is wrong."""
 
 
 def export(
@@ -35,8 +31,8 @@ def export(
     """Write a model's inference graph, with its weights, and compare the file's results.
 
     FUNCTION returns a model and its arguments, (model, args) or (model, args, kwargs), as for
-    fuseboard explain. The model has to be one graph, and the file is for the sizes of these
-    arguments. The file is checked and run, and its results are held against eager's.
+    fuseboard explain. torch.export has to be able to export the model, and the file is for the
+    sizes of these arguments. The file is checked and run, and its results are held against eager's.
 
     Which endings can be written depends on the plugins: onnxruntime writes .onnx.
     """
@@ -72,81 +68,38 @@ class Captured:
 
 
 def capture(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Captured:
-    """The inference graph of a call, by a backend that claims everything and runs it as eager.
+    """The inference graph of a call, as ``fuseboard package`` takes it.
 
-    :raises ExportError: there are several graphs, or the board keeps a part of it.
+    :raises ExportError: no graph is all of the call.
     """
     import torch
+    from torch.utils._pytree import tree_leaves
 
-    import fuseboard
+    from fuseboard.ahead.making import module_of
+    from fuseboard.errors import containable
+    from fuseboard.profile.judge.reference import run_eager
+    from fuseboard.run.failure import describe
+    from fuseboard.torch_api import exports
 
-    found: list[tuple[Region, list[Any], Sequence[Any]]] = []
-    fuseboard.register(_recorder(found), _NAME)
+    module = model if isinstance(model, torch.nn.Module) else module_of(model)
     try:
-        options: dict[str, Any] = {"backends": [_NAME, "eager"], "on_failure": "raise"}
-        # By priority: to compare the recorder with eager would call it many times.
-        options.update(hoist=False, min_region_us=0.0, policy="priority")
-        options.update(verify="off")  # else it is given copies of the weights, which have no names
-        torch.compiler.reset()
-        call: Any = torch.compile(model, backend="fuseboard", dynamic=False, options=options)
-        with torch.no_grad():
-            call(*args, **kwargs)
-    finally:
-        fuseboard.unregister(_NAME)
-        torch.compiler.reset()
-    if len(found) != 1 or not found[0][0].whole:
-        raise ExportError(
-            f"the call ran as {len(found)} graphs, and a file holds one. fuseboard explain shows "
-            "where the model breaks, and which views of outputs are computed apart."
-        )
-    region, inputs, outputs = found[0]
-    names = _names(model, inputs, region.static_inputs)
-    return Captured(region.graph, inputs, names, region.static_inputs, outputs)
-
-
-def _recorder(found: list[tuple[Region, list[Any], Sequence[Any]]]) -> object:
-    """A backend that runs as eager does, and notes the call."""
-    import fuseboard
-
-    class Recorder:
-        @fuseboard.hookimpl
-        def fuseboard_backend(self) -> BackendInfo:
-            return fuseboard.BackendInfo(name=_NAME, compiles_quickly=True, by_request=True)
-
-        @fuseboard.hookimpl
-        def fuseboard_claim(self, graph: GraphModule) -> list[Claim | Decline]:
-            return fuseboard.claim_nodes(graph, lambda node: None)
-
-        @fuseboard.hookimpl
-        def fuseboard_lower(self, region: Region) -> LoweredRegion:
-            run = fuseboard.lower_eagerly(region).call
-
-            def call(args: list[Any]) -> Sequence[Any]:
-                inputs = list(args)
-                outputs = run(args)
-                found.append((region, inputs, outputs))
-                return outputs
-
-            return fuseboard.LoweredRegion(call=call)
-
-    return Recorder()
-
-
-def _names(model: Any, inputs: Sequence[Any], weights: Sequence[int]) -> list[str]:
-    """Names of parameters and buffers; numbers for the other inputs."""
-    import torch
-
-    known: dict[int, str] = {}
-    if isinstance(model, torch.nn.Module):
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            known.setdefault(value.data_ptr(), name)
-    numbers = iter(range(len(inputs)))
-    return [
-        known.get(value.data_ptr(), f"weight_{position}")
-        if position in weights
-        else f"input_{next(numbers)}"
-        for position, value in enumerate(inputs)
-    ]
+        exported = exports.export(module, tuple(args), kwargs, None)
+    except exports.NotExported as error:
+        raise ExportError(f"the model can't be written: it has {error}") from error
+    except containable() as error:  # of the user's code, or torch's
+        raise ExportError(f"torch.export can't export the model: {describe(error)}") from error
+    if exported.writes:
+        raise ExportError("a call of the model writes to its inputs or buffers, as no file does")
+    pairs = zip(tree_leaves((tuple(args), kwargs)), exported.inputs, strict=True)
+    given = [leaf for leaf, one in pairs if one.node is not None]
+    inputs = [*exported.weights.values(), *given]
+    return Captured(
+        exported.graph,
+        inputs,
+        [*exported.weights, *(f"input_{number}" for number in range(len(given)))],
+        tuple(range(len(exported.weights))),
+        run_eager(exported.graph, inputs),
+    )
 
 
 def _write(captured: Captured, path: Path) -> Sequence[Any]:
