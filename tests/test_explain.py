@@ -73,6 +73,30 @@ def relu_twice(x):
 # --- what is found ------------------------------------------------------------------------------
 
 
+def logged(function):
+    """A decorator that a library puts on all its models."""
+
+    @functools.wraps(function)
+    def wrapper(self, *args):
+        return function(self, *args)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    @logged
+    @logged
+    def forward(self, x):
+        return torch.relu(x)
+
+
+def test_a_decorated_forward_is_named_by_its_class():
+    """The frame is the author's function, not the decorator's, which many models share."""
+    (graph,) = fuseboard.explain(Decorated(), torch.randn(3, 5)).graphs
+    line = Decorated.forward.__wrapped__.__wrapped__.__code__.co_firstlineno
+    assert graph.frame.endswith(f"Decorated.forward ({__file__}:{line})")
+
+
 def test_graphs_have_regions_ops_and_source_lines():
     """One inference graph with its ops in one region, and the user's lines."""
     explanation = fuseboard.explain(relu_twice, torch.randn(3, 5))

@@ -6,6 +6,7 @@ attribute.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -29,8 +30,22 @@ def frame_name() -> str:
     if not traced:
         return ""
     own = [code for code in traced if not code.co_filename.startswith(torch.__path__[0])]
-    code = (own or traced)[0]
+    code = _decorated((own or traced)[0])
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _decorated(code: CodeType) -> CodeType:
+    """The code of a module's forward, where Dynamo compiles what a decorator made of it.
+
+    All models of transformers have such a one, whose code would give them all one name.
+    """
+    module = getattr(_root_translator(), "f_locals", {}).get("self")
+    forward: Any = getattr(type(module), "forward", None)
+    made = inspect.unwrap(forward, stop=lambda one: getattr(one, "__code__", None) is code)
+    if getattr(made, "__code__", None) is not code:
+        return code
+    own = getattr(inspect.unwrap(made), "__code__", None)
+    return own if isinstance(own, CodeType) else code
 
 
 def frame_title() -> str:
