@@ -6,7 +6,6 @@ This module is imported whenever plugins are looked for: OpenVINO loads with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,24 +14,14 @@ from torch.fx import GraphModule
 import fuseboard
 from fuseboard_openvino._options import Options
 
-#: The first release whose frontend takes ATen graphs the way this plugin gives them.
-OLDEST = (2026, 2)
-
-
-def _why_unavailable() -> str:
-    try:
-        installed = version("openvino")
-    except PackageNotFoundError:
-        return "OpenVINO is missing: pip install 'openvino>=2026.2'"
-    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
-        return f"OpenVINO {installed} is too old: pip install 'openvino>=2026.2'"
-    return ""
+#: The oldest is the first whose frontend takes ATen graphs the way this plugin gives them.
+ENGINE = fuseboard.Engine("OpenVINO", at_least="2026.2")
 
 
 @fuseboard.hookimpl
 def fuseboard_backend() -> fuseboard.BackendInfo:
     """Inference on the CPU, static shapes, float32 values; named by request."""
-    reason = _why_unavailable()
+    reason = fuseboard.why_unavailable(ENGINE, install="pip install 'openvino>=2026.2'")
     return fuseboard.BackendInfo(
         name="openvino",
         device_types=frozenset({"cpu"}),
@@ -41,7 +30,7 @@ def fuseboard_backend() -> fuseboard.BackendInfo:
         by_request=True,
         available=not reason,
         reason=reason,
-        fingerprint="" if reason else f"openvino {version('openvino')}",
+        fingerprint=f"openvino {ENGINE.version}",
         options=Options,
     )
 

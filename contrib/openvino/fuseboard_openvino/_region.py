@@ -2,16 +2,14 @@
 
 ``compile`` depends on weights alone, so the board hoists it: it is called once for each set of
 weights, again when one of them changes, and what it made is dropped with the weights. What it
-answers is a tensor with the number of a session. Where the board hoists nothing, weights are inputs
-like all others.
+answers is a tensor that has the session as an attribute. Where the board hoists nothing, weights
+are inputs like all others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +21,6 @@ from fuseboard_openvino._model import Model, Session
 from fuseboard_openvino._options import Options
 
 aten = torch.ops.aten
-
-_sessions: dict[int, Session] = {}
-_numbers = itertools.count()
 
 
 class Program:
@@ -46,17 +41,15 @@ class Program:
         }
 
     def compile(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A 0-d int64 tensor with the number of a new session, which lives as long as it does."""
-        session = self._model.session(dict(zip(self._weights, weights, strict=True)), self._config)
-        number = next(_numbers)
-        _sessions[number] = session
-        handle = torch.tensor(number)
-        weakref.finalize(handle, _sessions.pop, number, None)
-        return handle
+        """A tensor of one element that has a new session, which lives as long as it does."""
+        handle: Any = torch.zeros(1, device="cpu")
+        values = dict(zip(self._weights, weights, strict=True))
+        handle.session = self._model.session(values, self._config)
+        return handle  # type: ignore[no-any-return]
 
     def run(self, handle: torch.Tensor, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The region's results; ``inputs`` are those that aren't weights."""
-        return _sessions[int(handle)](inputs)
+        return handle.session(inputs)  # type: ignore[attr-defined,no-any-return]
 
     def without_weights(self) -> Session:
         """A session whose inputs are all the region's."""
@@ -98,7 +91,7 @@ def _rewrite(
     with graph.graph.inserting_before(output):
         handle = graph.graph.call_function(program.compile, ([placeholders[i] for i in weights],))
         with mode:
-            handle.meta["val"] = torch.empty((), dtype=torch.int64)
+            handle.meta["val"] = torch.empty(1)
         called = graph.graph.call_function(program.run, (handle, others))
         called.meta["val"] = tuple(node.meta["val"] for node in results)
         items = []
