@@ -15,6 +15,7 @@ import fuseboard
 from fuseboard.contracts import Measurement
 from fuseboard.lower.caching import Cache
 from fuseboard.profile.choose.winner import choose
+from fuseboard.run import kept_inputs
 from tests.support.backends import (
     all_trips,
     claim_ops,
@@ -442,9 +443,10 @@ def test_waiting_settles_without_a_call():
             torch.testing.assert_close(fn(X), f(X))
 
 
-def test_inputs_beyond_the_limit_are_not_kept():
+def test_inputs_that_are_too_large_are_not_kept(monkeypatch):
+    monkeypatch.setattr(kept_inputs, "why_too_large", lambda size, device: "no room")
     with plugged("quick", info=QUICK), plugged("long"):
-        fn = compiled(f, "quick", "long", measure_s=0.05, keep_mb=0)
+        fn = compiled(f, "quick", "long", measure_s=0.05)
         with torch.no_grad():
             fn(X)
             assert not fuseboard.wait(progress=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fuseboard.run import kept_inputs
 from fuseboard.run.kept_inputs import KeptInputs
 from tests.support.values import rnd
 
@@ -29,7 +30,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("given", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_copy_has_the_values_and_the_strides(given):
     kept = KeptInputs()
-    kept.keep([given, 3], static=(), limit_bytes=1000)
+    kept.keep([given, 3], static=())
     copy, number = kept.inputs()
     assert number == 3
     torch.testing.assert_close(copy.to_dense(), given.to_dense(), rtol=0, atol=0)
@@ -42,13 +43,18 @@ def test_a_copy_has_the_values_and_the_strides(given):
 
 def test_weights_are_not_copied_and_may_go():
     kept, weight = KeptInputs(), rnd(100)
-    kept.keep([weight, rnd(2)], static=(0,), limit_bytes=8)
+    kept.keep([weight, rnd(2)], static=(0,))
     assert kept.inputs()[0] is weight
     del weight
     assert kept.inputs() is None
 
 
-def test_inputs_beyond_the_limit_are_not_kept():
-    kept = KeptInputs()
-    kept.keep([rnd(3)], static=(), limit_bytes=11)
-    assert kept.inputs() is None
+@pytest.mark.parametrize("free", [40, 48, None])
+def test_inputs_that_take_much_of_the_free_memory_are_not_kept(free, monkeypatch):
+    """A quarter of it may be taken; of few bytes nobody asks."""
+    monkeypatch.setattr(kept_inputs, "free_bytes", lambda device: free)
+    for few, is_kept in ((11, free != 40), (12, True)):
+        monkeypatch.setattr(kept_inputs, "FEW_BYTES", few)
+        kept = KeptInputs()
+        kept.keep([rnd(3)], static=())
+        assert (kept.inputs() is not None) == is_kept

@@ -106,13 +106,6 @@ class Settings(BaseModel):
         ge=0,
         le=1,
     )
-    keep_mb: int = _setting(
-        256,
-        "a whole number from 0",
-        "How many megabytes of a graph's first inputs are kept until it has settled, so that "
-        "fuseboard.wait() can do that without another call.",
-        ge=0,
-    )
     on_failure: Literal["raise", "next", "eager"] = _setting(
         "next",
         "'raise', 'next', 'eager'",

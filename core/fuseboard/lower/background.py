@@ -235,8 +235,8 @@ def wait(timeout_s: float | None = None, progress: bool = True) -> bool:
     """Wait until every graph that was compiled so far has settled.
 
     What is still being compiled is waited for, then candidates are verified and timed on each
-    graph's first inputs, in this thread. A graph whose inputs weren't kept (they are larger than
-    the setting ``keep_mb``, or a weight is gone) settles in its next call instead.
+    graph's first inputs, in this thread. A graph whose inputs weren't kept (copies
+    would take too much memory, or a weight is gone) settles in its next call instead.
 
     :param timeout_s: seconds; None waits as long as it takes.
     :param progress: show a line on standard error, where that is a terminal; it is gone at the end.

@@ -8,7 +8,22 @@ from typing import Any
 
 import torch
 
+from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api.state import ANSWER_PARTS, read_state
+
+#: So many bytes are copied without a look at how many are free; and of those, what may be taken.
+FEW_BYTES, _SHARE = 64 * 2**20, 0.25
+
+
+def why_too_large(size: int, device: torch.device) -> str:
+    """Why copies of a call's inputs shouldn't be kept; "" if they may be.
+
+    :param size: of all of them, in bytes.
+    """
+    free = free_bytes(device) if size > FEW_BYTES else None
+    if free is None or size <= _SHARE * free:
+        return ""
+    return f"copies of its inputs take {size / 2**20:.0f} MiB of {free / 2**20:.0f} MiB free"
 
 
 class KeptInputs:
@@ -19,7 +34,7 @@ class KeptInputs:
         #: The state of torch that results depended on in that call.
         self.state: list[Any] = []
 
-    def keep(self, inputs: Sequence[Any], static: Collection[int], limit_bytes: int) -> None:
+    def keep(self, inputs: Sequence[Any], static: Collection[int]) -> None:
         """Keep inputs unless there are some, or they are too large."""
         copied = [
             value
@@ -27,7 +42,7 @@ class KeptInputs:
             if i not in static and isinstance(value, torch.Tensor)
         ]
         size = sum(value.numel() * value.element_size() for value in copied)
-        if self._values is not None or size > limit_bytes:
+        if self._values is not None or (copied and why_too_large(size, copied[0].device)):
             return
         self.state = read_state(ANSWER_PARTS)
         with torch.no_grad():

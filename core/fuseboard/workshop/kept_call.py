@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from fuseboard.run.kept_inputs import held, strided_copy
+from fuseboard.run.kept_inputs import FEW_BYTES, held, strided_copy, why_too_large
 from fuseboard.spare_memory import free_bytes
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.relaid import Relaid
 from fuseboard.torch_api.state import ANSWER_PARTS, StateGuard, read_state
-
-#: So many bytes are copied without a look at how many are free; and of those, what may be taken.
-_FEW_BYTES, _SHARE = 64 * 2**20, 0.25
 
 _CPU = torch.device("cpu")
 
@@ -59,11 +56,8 @@ class KeptCall:
         size += sum(
             value.nbytes for value in copied if torch_internals.storage_address(value) not in whole
         )
-        free = free_bytes(_CPU)
-        if size > _FEW_BYTES and free is not None and size > _SHARE * free:
-            raise CannotKeep(
-                f"copies of its inputs take {size / 2**20:.0f} MiB of {free / 2**20:.0f} MiB free"
-            )
+        if why := why_too_large(size, _CPU):
+            raise CannotKeep(why)
         storages: dict[int, torch.UntypedStorage] = {}
         relaid = Relaid()
         self._values: list[Callable[[], Any]] = [
@@ -121,7 +115,7 @@ class KeptCall:
         :param share: of the free memory, which copies may take.
         """
         free = free_bytes(_CPU)
-        if self.nbytes <= _FEW_BYTES or free is None or self.nbytes <= share * free:
+        if self.nbytes <= FEW_BYTES or free is None or self.nbytes <= share * free:
             return ""
         return (
             f"copies of inputs and weights for another process take {self.nbytes / 2**20:.0f} MiB, "

@@ -215,7 +215,8 @@ class Tuner:
                     self._compare(inputs)  # what is tried last
                 if self._chosen is None:
                     return self._runner.captured.eager(inputs)  # the user's own error, most likely
-                self._kept.keep(inputs, self._static, self._limit_bytes())
+                if not self.settled:
+                    self._kept.keep(inputs, self._static)
             if self.settled:
                 self._kept.clear()
         return self._runner.uninterrupted(inputs)
@@ -239,9 +240,6 @@ class Tuner:
             self._due = [candidate for candidate in self._candidates if candidate.postponed]
         if self._due:
             self._runner.interrupt(self._call)
-
-    def _limit_bytes(self) -> int:
-        return 0 if self.settled else self._session.settings.keep_mb * 2**20
 
     def _compare(self, inputs: list[Any]) -> None:
         """Verify what is due, time it beside the winner so far, and install the winner."""
