@@ -14,6 +14,7 @@ import fuseboard
 from fuseboard.config import resolve
 from fuseboard.errors import CostsError
 from fuseboard.profile.costs.database import CandidateCost, CostDatabase, database, decision_key
+from fuseboard.totals import differing
 from tests.support.costs import decision, files
 
 ROOT = Path(__file__).parents[1]
@@ -93,9 +94,10 @@ def test_a_miss_names_the_part_that_differs(costs):
     ):
         costs.record(one)
     asked = {"graph": "g", "threads": "2", "torch": "2.13"}
-    assert costs.nearest("step", asked) == ("torch",)
-    assert costs.nearest("step", {"graph": "g", "threads": "4"}) == ("threads", "torch")
-    assert costs.nearest("step", {"graph": "unknown"}) == ()
+    assert differing(asked, costs.nearest("step", asked)) == ("torch",)
+    asked = {"graph": "g", "threads": "4"}
+    assert differing(asked, costs.nearest("step", asked)) == ("threads", "torch")
+    assert costs.nearest("step", {"graph": "unknown"}) is None
 
 
 def test_they_are_listed_newest_first_and_forgotten_by_key(costs):
@@ -153,7 +155,7 @@ def test_the_settings_say_where(tmp_path):
     assert memory.path is None
     memory.record(decision("in memory"))
     assert memory.find(decision("in memory").key) == decision("in memory")
-    assert memory.nearest("step", {"graph": "in memory"}) == ("threads",)
+    assert memory.nearest("step", {"graph": "in memory"})["threads"]
     assert memory.forget([decision("in memory").key]) == 1
     assert memory.problem == ""
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ import fuseboard
 from fuseboard.contracts import Event
 from fuseboard.living import Living
 from fuseboard.report.data import ledger
-from fuseboard.totals import OTHERS, Totals, totals
+from fuseboard.totals import OTHERS, Missed, Totals, totals
 from fuseboard.workshop.happenings import Happenings, sent_through
 from tests.support.backends import registered
 from tests.support.beside import mlp, pinned
@@ -201,11 +201,16 @@ def test_happenings_arrive_once_in_order_and_whole(tmp_path):
         totals.looked_up("hits")
         happenings.read()
         totals.happened(trip())
-        totals.looked_up("misses")
+        missed = Missed.of({"backend": "b", "torch": "2"}, {"backend": "b", "torch": "1"})
+        totals.looked_up("misses", missed)
     totals.sent_to = None
     with (tmp_path / "happenings").open("ab") as file:
         file.write(b'{"lookup": "da')
     happenings.read()
     happenings.read()
-    assert taken == [{"lookup": "hits"}, {"event": vars(trip())}, {"lookup": "misses"}]
+    assert taken == [
+        {"lookup": "hits", "missed": None},
+        {"event": vars(trip())},
+        {"lookup": "misses", "missed": {"what": "b", "differs": {"torch": ["2", "1"]}}},
+    ]
     assert fuseboard.status().cache.hits == 0  # they were sent, not counted

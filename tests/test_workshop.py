@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseboard
 from fuseboard.capture.comparison import CaptureCheck
+from fuseboard.config import resolve
 from fuseboard.report.data import ledger
 from fuseboard.workshop import life as lives_module
 from fuseboard.workshop import process
@@ -261,7 +262,7 @@ def test_a_program_that_is_kept_but_whose_code_is_gone_is_tried_anew(tmp_path):
         pinned(model, "inductor")(x)
         assert fuseboard.wait(120)
         assert [region.backend for region in loaded()[0].regions] == ["inductor"]
-        store = fuseboard.lower.artifacts.store_at(str(tmp_path / "cache"), 4096)
+        store = fuseboard.lower.artifacts.store_at(resolve())
         store.clear(lambda row: row.parts.get("backend") == "inductor")
         torch._dynamo.reset()
         run = pinned(model, "inductor")

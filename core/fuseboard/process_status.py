@@ -215,7 +215,7 @@ def status() -> Status:
     :raises SettingsError: the settings are wrong.
     """
     counts, settings, workshop = totals.read(), resolve(), desk().workshop
-    store = store_at(settings.cache_dir, settings.cache_size_mb)
+    store = store_at(settings)
     states, candidates = _graphs()
     return Status(
         pid=os.getpid(),

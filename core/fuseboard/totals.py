@@ -11,15 +11,50 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fuseboard.contracts import Event
 from fuseboard.forks import fork_safe_lock
 
+if TYPE_CHECKING:  # for commands that do without torch
+    from fuseboard.contracts import Event
+
 Lookup = Literal["hits", "misses", "damaged"]
+
+#: So many of the latest misses are remembered.
+_MISSES = 32
+
+
+@dataclass(frozen=True)
+class Missed:
+    """What wasn't in the cache.
+
+    :ivar what: the backend that it was looked for, or ``the whole call``.
+    :ivar differs: the parts of the key in which the nearest entry of the same graph differs → what
+        they are here, and there. Empty where there is no such entry.
+    """
+
+    what: str
+    differs: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, parts: Mapping[str, str], nearest: Mapping[str, str] | None) -> Missed:
+        names = () if nearest is None else differing(parts, nearest)
+        other = nearest or {}
+        return cls(
+            parts.get("backend", ""),
+            {name: (parts.get(name, ""), other.get(name, "")) for name in names},
+        )
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the parts in which two keys differ."""
+    return tuple(
+        name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)
+    )
+
 
 #: So many pairs of plugin and stage are told apart among trips; users name functions of their own.
 _MOST_PAIRS = 100
@@ -38,6 +73,7 @@ class Counts:
     :ivar workshop_s: seconds for which this process's workshop was at work, its start included.
     :ivar requests: graphs that the workshop was given.
     :ivar lookups: in the cache, by this process and its workshop.
+    :ivar misses: the latest ones.
     """
 
     trips: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -48,6 +84,7 @@ class Counts:
     workshop_s: float = 0.0
     requests: int = 0
     lookups: Counter[str] = field(default_factory=Counter)
+    misses: deque[Missed] = field(default_factory=lambda: deque(maxlen=_MISSES))
 
 
 class Totals:
@@ -83,13 +120,15 @@ class Totals:
                 counts.swaps += here and event.details["winner"] != "eager"
         return True
 
-    def looked_up(self, outcome: Lookup) -> None:
+    def looked_up(self, outcome: Lookup, missed: Missed | None = None) -> None:
         """Count a search in the cache."""
         if self.sent_to is not None:
-            self.sent_to({"lookup": outcome})
+            self.sent_to({"lookup": outcome, "missed": missed and vars(missed)})
             return
         with self._lock:
             self._counts.lookups[outcome] += 1
+            if missed is not None:
+                self._counts.misses.append(missed)
 
     def spent(self, stage: str, seconds: float) -> None:
         with self._lock:
@@ -110,6 +149,7 @@ class Totals:
                 trips=Counter(counts.trips),
                 stage_s=Counter(counts.stage_s),
                 lookups=Counter(counts.lookups),
+                misses=deque(counts.misses),
             )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fuseboard.errors import PackageError
+from fuseboard.trust import why_not_trusted
 
 FORMAT = 2
 _PAGE = 4096
@@ -141,7 +142,7 @@ class PackageFile:
         try:
             with path.open("rb") as file:
                 state = os.fstat(file.fileno())
-                if not trust and (problem := _why_not_trusted(path, state)):
+                if not trust and (problem := why_not_trusted(path, state)):
                     raise PackageError(
                         "trust",
                         f"{problem}. A package holds code (pickled objects, libraries), and who "
@@ -188,25 +189,3 @@ class PackageFile:
     def returned(self, name: str) -> Any:
         """What the member's writer returned."""
         return self.manifest["members"][name]["returned"]
-
-
-def _why_not_trusted(path: Path, state: os.stat_result) -> str:
-    """Who else may write a file, or put another one in its place; "" if nobody may."""
-    if os.name != "posix":  # there is no such thing to look at
-        return ""
-    if problem := _writers(state):
-        return f"{str(path)!r} {problem}"
-    for place in dict.fromkeys((*path.parents, *path.resolve().parents)):  # of links, too
-        found = place.stat()
-        # In a directory with the sticky bit nobody removes the files of others.
-        if (problem := _writers(found)) and not found.st_mode & stat.S_ISVTX:
-            return f"{str(path)!r} is in {str(place)!r}, which {problem}"
-    return ""
-
-
-def _writers(state: os.stat_result) -> str:
-    if state.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user ({state.st_uid})"
-    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"can be written by others (mode {stat.S_IMODE(state.st_mode):o})"
-    return ""

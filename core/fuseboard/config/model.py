@@ -235,6 +235,28 @@ class Settings(BaseModel):
         "How many megabytes are kept there; the least recently used go first.",
         ge=1,
     )
+    cache_remote: str | None = _setting(
+        None,
+        "an address that fsspec knows",
+        "A cache that several machines share: a directory, s3://BUCKET/..., https://HOST/...",
+        min_length=1,
+    )
+    cache_remote_write: bool = _setting(
+        False,
+        "true or false",
+        "Put there what is compiled and decided here; else it is only read.",
+    )
+    cache_remote_trust: bool = _setting(
+        False,
+        "true or false",
+        "Whoever can write there is trusted, and so is the way there. What is in a cache is code.",
+    )
+    cache_remote_size_mb: int = _setting(
+        16384,
+        "a whole number from 1",
+        "How many megabytes are kept there by those who write; what was written first goes first.",
+        ge=1,
+    )
     isolate: bool = _setting(
         False,
         "true or false",

@@ -17,15 +17,20 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fuseboard.profile.costs.rows import differing
-from fuseboard.totals import totals
+from fuseboard.profile.costs.database import remote_of
+from fuseboard.remote_cache import RemoteCache
+from fuseboard.totals import Missed, differing, totals
+
+if TYPE_CHECKING:
+    from fuseboard.config.model import Settings
 
 log = logging.getLogger("fuseboard")
 
@@ -34,6 +39,9 @@ MAGIC = _FORMAT + b"1\n"
 _LENGTH_BYTES = 8
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _HEAD_AT = len(MAGIC) + _LENGTH_BYTES + _CHECKSUM_BYTES
+
+#: Of an artifact's file: its key's stem, and which of the entries of one key it is.
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}([0-9a-f]{8})?\.artifact")
 
 ARTIFACT, CRASH, TRIED, ASIDE, TEMPORARY = ".artifact", ".crash", ".tried", ".aside", ".tmp"
 #: Files that somebody began to write, and that nobody will finish, are removed after this time.
@@ -93,10 +101,15 @@ class Store:
     """The artifacts in a directory. What fails in it is told once and never stops a compile.
 
     :param limit_bytes: what all files together may hold.
+    :param remote: a cache that several machines share: what isn't in the directory is taken from
+        there into it.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, limit_bytes: int, remote: RemoteCache | None = None
+    ) -> None:
         self.directory = directory
+        self._remote = remote
         self.limit_bytes = limit_bytes
         self._told: set[str] = set()
 
@@ -104,27 +117,51 @@ class Store:
 
     def find(self, key: Key, fits: Callable[[Artifact], bool]) -> Artifact | None:
         """The artifact under an equal key which ``fits``; it counts as used now."""
+        found = self._find(key, fits)
+        if found is None and self._remote is not None and self._fetch(key, self._remote):
+            found = self._find(key, fits)
+        if found is None:
+            totals.looked_up("misses", Missed.of(key.parts, self.nearest(key)))
+        else:
+            totals.looked_up("hits")
+        return found
+
+    def _find(self, key: Key, fits: Callable[[Artifact], bool]) -> Artifact | None:
         for path in self._files(key, f"{key.stem}*{ARTIFACT}"):
             found = self._read(path)
             if found is None or found.head.get("key") != dict(key.parts) or not fits(found):
                 continue
-            totals.looked_up("hits")
             try:
                 os.utime(path)
             except OSError as error:
                 self._tell("its use can't be noted, so it may go early", error)
             return found
-        totals.looked_up("misses")
         return None
 
-    def nearest(self, key: Key) -> tuple[str, ...]:
-        """In which parts the nearest entry of the same graph differs; () where there is none."""
-        near = [
-            differing(key.parts, head["key"])
+    def _fetch(self, key: Key, remote: RemoteCache) -> int:
+        """Take artifacts of other machines under an equal key. Returns how many there were."""
+        count = 0
+        for path in remote.names(f"artifacts/{key.group[:2]}/", key.stem):
+            name = Path(path).name
+            if (self.directory / name[:2] / name).exists():
+                continue
+            if (content := remote.read(path)) is None:
+                continue
+            if problem := self.take(name, content):
+                totals.looked_up("damaged")
+                remote.tell(f"{path}: {problem}")
+            else:
+                count += 1
+        return count
+
+    def nearest(self, key: Key) -> Mapping[str, str] | None:
+        """The parts of the entry of the same graph that differs in the fewest, if there is one."""
+        near: list[Mapping[str, str]] = [
+            head["key"]
             for path in self._files(key, f"{key.group}-*{ARTIFACT}")
             if (head := self._read_head(path)) is not None
         ]
-        return min(near, key=len, default=())
+        return min(near, key=lambda other: len(differing(key.parts, other)), default=None)
 
     def tried(self, key: Key) -> str | None:
         """How lowering under an equal key ended an earlier process: "" if it didn't.
@@ -164,13 +201,11 @@ class Store:
             return None
         if content.startswith(_FORMAT) and content[: len(MAGIC)] != MAGIC[: len(content)]:
             return None  # another version's
-        head_bytes, checksum = _sizes(content)
-        body = memoryview(content)[_HEAD_AT:]
-        if checksum is None or hashlib.sha256(body).digest() != checksum:
+        found = whole_artifact(path, content)
+        if found is None:
             totals.looked_up("damaged")
             self.set_aside(path, "it is damaged")
-            return None
-        return Artifact(path, json.loads(bytes(body[:head_bytes])), bytes(body[head_bytes:]))
+        return found
 
     def _read_head(self, path: Path) -> Mapping[str, Any] | None:
         """The head without the artifact, unchecked; None where it makes no sense."""
@@ -201,10 +236,35 @@ class Store:
         checksum.update(data)
         length = len(head).to_bytes(_LENGTH_BYTES, "little")
         name = f"{key.stem}{_digest([variant])[:8] if variant else ''}{ARTIFACT}"
-        problem = self._write(self._home(key) / name, MAGIC, length, checksum.digest(), head, data)
+        pieces = (MAGIC, length, checksum.digest(), head, data)
+        problem = self._write(self._home(key) / name, *pieces)
         if not problem:
             self._make_room()
+        if self._remote is not None and self._remote.writes:
+            self._remote.write(remote_path(name), b"".join(pieces))
         return problem
+
+    def take(self, name: str, content: bytes) -> str:
+        """Store a file of another cache's as it is, if it is whole and what its name says.
+
+        :returns: why it isn't stored, or "".
+        """
+        found = whole_artifact(Path(name), content)
+        if found is None:
+            return "it is damaged"
+        if not _NAME.fullmatch(name) or not name.startswith(Key(found.head["key"]).stem):
+            return "its name isn't that of its key"
+        if len(content) > self.limit_bytes:
+            return f"it is larger than cache_size_mb = {self.limit_bytes / 1e6:g}"
+        problem = self._write(self.directory / name[:2] / name, content)
+        self._make_room()
+        return problem
+
+    def whole_files(self) -> Iterator[tuple[Artifact, bytes]]:
+        """Every artifact that is whole, with the content of its file."""
+        for path in self._files(None, f"*{ARTIFACT}"):
+            if (found := self._read(path)) is not None:
+                yield found, path.read_bytes()
 
     def put_tried(self, key: Key, problem: str) -> str:
         """Remember how lowering under this key ended a process; "" if it didn't.
@@ -318,6 +378,27 @@ class Store:
             log.warning("fuseboard: the cache in %s: %s: %s", self.directory, what, error)
 
 
+def whole_artifact(path: Path, content: bytes) -> Artifact | None:
+    """What the content of a file holds; None where it isn't as it was written."""
+    head_bytes, checksum = _sizes(content)
+    body = memoryview(content)[_HEAD_AT:]
+    if checksum is None or hashlib.sha256(body).digest() != checksum:
+        return None
+    try:
+        head = json.loads(bytes(body[:head_bytes]))  # of whose length there is no checksum
+    except ValueError:
+        return None
+    key = head.get("key") if isinstance(head, dict) else None
+    if not isinstance(key, dict) or not {"backend", "graph"} <= key.keys():
+        return None
+    return Artifact(path, head, bytes(body[head_bytes:]))
+
+
+def remote_path(name: str) -> str:
+    """Where the file of an artifact lies in a cache that several machines share."""
+    return f"artifacts/{name[:2]}/{name}"
+
+
 def _sizes(content: bytes) -> tuple[int, bytes | None]:
     """The head's length and the checksum that a file's start tells of; None if it is no start."""
     if len(content) < _HEAD_AT or not content.startswith(MAGIC):
@@ -330,16 +411,16 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-_stores: dict[tuple[Path, int], Store] = {}
+_stores: dict[tuple[Path, int, RemoteCache | None], Store] = {}
 
 
-def store_at(directory: str | None, size_mb: int) -> Store:
-    """The store of this process for the settings ``cache_dir`` and ``cache_size_mb``."""
+def store_at(settings: Settings) -> Store:
+    """The store of this process for the settings whose names begin with ``cache_``."""
     import platformdirs
 
-    chosen = directory or platformdirs.user_cache_dir("fuseboard", appauthor=False)
+    chosen = settings.cache_dir or platformdirs.user_cache_dir("fuseboard", appauthor=False)
     place = Path(chosen).expanduser().absolute() / "artifacts"
-    key = place, size_mb
+    key = place, settings.cache_size_mb, remote_of(settings)
     if key not in _stores:
-        _stores[key] = Store(place, size_mb * 1_000_000)
+        _stores[key] = Store(place, settings.cache_size_mb * 1_000_000, key[2])
     return _stores[key]

@@ -23,6 +23,7 @@ from fuseboard.report.data import GraphReport, RegionReport
 from fuseboard.run.failure import contained, trip
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.symbols import GuardWatch, guard_again, symbolic_numbers
+from fuseboard.totals import differing
 
 #: A backend, and the signature of a region as it was cut.
 Token = tuple[str, str]
@@ -151,7 +152,7 @@ class Cache:
         except NotCacheable as error:
             region_report.notes.append(f"not cached: {error}")
             return None
-        return _Place(store_at(settings.cache_dir, settings.cache_size_mb), key)
+        return _Place(store_at(settings), key)
 
     def _ask(self, task: Task) -> LoweredRegion | None:
         answer: LoweredRegion | None = self._session.call(
@@ -190,10 +191,10 @@ class Cache:
         found = place.store.find(
             place.key, lambda artifact: guard_again(artifact.head["guards"], values)
         )
-        if found is None and (differs := place.store.nearest(place.key)):
+        if found is None and (near := place.store.nearest(place.key)) is not None:
             region_report.notes.append(
                 "not in the cache, where an entry for the same graph differs in: "
-                + ", ".join(differs)
+                + ", ".join(differing(place.key.parts, near))
             )
         return found
 

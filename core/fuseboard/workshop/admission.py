@@ -62,9 +62,10 @@ def with_a_cache(session: Session) -> Session:
     be written to, one in a temporary directory serves.
     """
     settings = session.settings
-    if settings.cache and _is_writable(store_at(settings.cache_dir, settings.cache_size_mb)):
+    if settings.cache and _is_writable(store_at(settings)):
         return session
-    scratch = {"cache": True, "cache_dir": str(scratch_cache())}
+    remote = settings.cache_remote if settings.cache else None
+    scratch = {"cache": True, "cache_dir": str(scratch_cache()), "cache_remote": remote}
     made = board.session(settings.model_copy(update=scratch))
     made.notes.extend(session.notes)
     return made

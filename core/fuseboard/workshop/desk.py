@@ -179,6 +179,10 @@ class Desk:
         """In a graph's first call: wait a little for what an earlier process chose for it."""
         slices.pay_for_trace(self._loading.wait)
 
+    def wait_for_known(self, limit_s: float = 60.0) -> None:
+        """Wait until what earlier processes have left was looked for, and what was found loaded."""
+        self._loading.wait(limit_s)
+
     def load(self, order: Order) -> None:
         """Load what was chosen for a graph that has been tried."""
         self._loading.put(self._load, weakref.ref(order))

@@ -15,6 +15,7 @@ from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.profile.costs.database import Decision
 from fuseboard.report.data import CandidateReport, GraphReport
+from fuseboard.totals import Missed, totals
 from fuseboard.workshop.dynamo_graph import DynamoGraph
 from fuseboard.workshop.kept_call import KeptCall
 from fuseboard.workshop.request import Answer, TrialOutcome
@@ -51,14 +52,17 @@ class KeptAnswers:
             _around(graph, call),
         )
         settings = graph.session.settings
-        return cls(stored, store_at(settings.cache_dir, settings.cache_size_mb))
+        return cls(stored, store_at(settings))
 
     def find(self) -> Answer | None:
         """What an earlier process was answered; None where none was, or the program is gone."""
-        decision = self._stored.find()
-        if decision is None or self._stored.parts is None:
+        parts, decision = self._stored.parts, self._stored.find()
+        if parts is None:
             return None
-        found = self._store.find(Key(self._stored.parts), lambda artifact: True)
+        if decision is None:
+            totals.looked_up("misses", Missed.of(parts, self._stored.nearest()))
+            return None
+        found = self._store.find(Key(parts), lambda artifact: True)
         if decision.winner == EAGER:
             reports = pickle.loads(found.data) if found is not None else ()
             return Answer(dynamo_wins=True, reports=reports if isinstance(reports, tuple) else ())

@@ -15,7 +15,7 @@ from fuseboard.report.data import GraphReport, ledger
 from fuseboard.report.names import call_numbers, next_name
 from fuseboard.report.settled import tell_settled
 from fuseboard.report.structured_trace import emit
-from fuseboard.totals import totals
+from fuseboard.totals import Missed, totals
 from fuseboard.workshop.states import GraphState, StateMachine
 
 log = logging.getLogger("fuseboard")
@@ -66,7 +66,8 @@ class LifeReport:
     def take(self, happening: Mapping[str, Any]) -> None:
         """Tell of what has happened in the workshop."""
         if "lookup" in happening:
-            totals.looked_up(happening["lookup"])
+            missed = happening["missed"]
+            totals.looked_up(happening["lookup"], missed and Missed(**missed))
             return
         event = {**happening["event"], "graph": self.name, "process": "workshop"}
         self._session.notify(Event(**event))

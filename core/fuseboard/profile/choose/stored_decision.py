@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from fuseboard.profile.costs.database import (
 from fuseboard.profile.costs.rows import NOT_TRIED
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.totals import differing
 
 Level = Literal["graph", "step", "capture", "call"]
 
@@ -122,14 +123,18 @@ class StoredDecision:
         self._note_trouble()
         if found is not None or self.level != "graph":
             return found
-        if differs := self.database.nearest(self.level, self.parts):
+        if (near := self.nearest()) is not None:
             note = (
                 "not in the cost database, where a decision on the same graph differs in: "
-                + ", ".join(differs)
+                + ", ".join(differing(self.parts, near))
             )
             if note not in self.report.notes:
                 self.report.notes.append(note)
         return None
+
+    def nearest(self) -> Mapping[str, str] | None:
+        """What the nearest decision on the same graph depends on, if there is one."""
+        return None if self.parts is None else self.database.nearest(self.level, self.parts)
 
     def exact_places(self) -> dict[str, tuple[str, ...]] | None:
         """What stays exact in each candidate, as decided before; None where nothing was."""

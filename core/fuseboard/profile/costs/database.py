@@ -16,18 +16,25 @@ from typing import TYPE_CHECKING
 
 from fuseboard.errors import CostsError
 from fuseboard.forks import fork_safe_lock
-from fuseboard.profile.costs.exchange import Imported, read_export, write_export
-from fuseboard.profile.costs.file import ENDING, content_of, read_decision, write_whole
+from fuseboard.profile.costs.exchange import Content, Imported, read_export, write_export
+from fuseboard.profile.costs.file import (
+    ENDING,
+    content_of,
+    decision_in,
+    read_decision,
+    write_whole,
+)
 from fuseboard.profile.costs.rows import (
     CandidateCost,
     Damaged,
     Decision,
     checked,
     decision_key,
-    differing,
     group_of,
     group_of_key,
 )
+from fuseboard.remote_cache import RemoteCache, remote_cache
+from fuseboard.totals import differing
 
 if TYPE_CHECKING:
     from fuseboard.config.model import Settings
@@ -51,10 +58,15 @@ class CostDatabase:
     """Decisions, in files or in memory only. For any threads and processes.
 
     :param path: the directory; None keeps all in memory.
+    :param remote: a cache that several machines share: what isn't in the directory is taken from
+        there into it.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, remote: RemoteCache | None = None) -> None:
         self.path = path
+        self._remote = remote
+        #: Keys that were looked for at the remote address.
+        self._looked_for: set[str] = set()
         #: What is in no file: everything without a directory, else what waits to be written.
         self._waiting: dict[str, Decision] = {}
         self._lock = fork_safe_lock()
@@ -73,7 +85,23 @@ class CostDatabase:
         if (waiting := self._waiting.get(key)) is not None:
             return waiting
         place = self._place(key)
-        return None if place is None else self._read(place)
+        found = None if place is None else self._read(place)
+        if found is None and self._remote is not None and key not in self._looked_for:
+            self._looked_for.add(key)
+            found = self._fetched(key, self._remote)
+        return found
+
+    def _fetched(self, key: str, remote: RemoteCache) -> Decision | None:
+        """A decision of another machine's, which is kept here from now on."""
+        content = remote.read(remote_path(key))
+        try:
+            found = None if content is None else decision_in(f"{key}{ENDING}", content)
+        except Damaged as problem:
+            remote.tell(f"{remote_path(key)}: {problem}")
+            return None
+        if found is not None:
+            self._keep(found)
+        return found
 
     def record(self, decision: Decision, replace: bool = False) -> None:
         """Keep a decision.
@@ -87,13 +115,19 @@ class CostDatabase:
         with self._lock:
             before = None if replace or kept.settled else self.find(kept.key)
             if before is None or not before.settled:
-                self._waiting[kept.key] = kept
+                self._keep(kept)
+        if self._remote is not None and kept.settled:
+            self._remote.write(remote_path(kept.key), content_of(kept))
+
+    def _keep(self, *decisions: Decision) -> None:
+        with self._lock:
+            self._waiting.update((decision.key, decision) for decision in decisions)
             self._write_waiting()
 
-    def nearest(self, level: str, parts: Mapping[str, str]) -> tuple[str, ...]:
-        """In which parts the nearest decision on the same graph differs; () where there is none."""
-        near = self._all_of(group_of(level, parts))
-        return min((differing(parts, other.parts) for other in near), key=len, default=())
+    def nearest(self, level: str, parts: Mapping[str, str]) -> Mapping[str, str] | None:
+        """What the nearest decision on the same graph depends on; None where there is none."""
+        near = [decision.parts for decision in self._all_of(group_of(level, parts))]
+        return min(near, key=lambda other: len(differing(parts, other)), default=None)
 
     def decisions(self) -> list[Decision]:
         """All of them, the newest first."""
@@ -137,17 +171,23 @@ class CostDatabase:
 
         :raises CostsError: it is no export, or this database's directory can't be written.
         """
+        if self.path is not None and path.exists() and self.path.exists():
+            if os.path.samefile(path, self.path):
+                raise CostsError(f"{path} is the database itself")
+        return self.merge(read_export(path))
+
+    def merge(self, content: Content) -> Imported:
+        """Take over what this database hasn't, or has older.
+
+        :raises CostsError: its directory can't be written.
+        """
         if self.path is None:
             raise CostsError("the setting cache is off: there is no database to import into")
-        if path.exists() and self.path.exists() and os.path.samefile(path, self.path):
-            raise CostsError(f"{path} is the database itself")
-        content = read_export(path)
         counts = Imported(damaged=content.damaged)
         with self._lock:
             for decision in content.decisions:
                 if counts.count(self.find(decision.key), decision):
-                    self._waiting[decision.key] = decision
-            self._write_waiting()
+                    self._keep(decision)
         if self._waiting:
             raise CostsError(f"{self.path}: {self._problem}")
         return counts
@@ -230,7 +270,24 @@ class CostDatabase:
 
 # --- this process's -------------------------------------------------------------------------------
 
-_opened: dict[Path | None, CostDatabase] = {}
+_opened: dict[tuple[Path | None, RemoteCache | None], CostDatabase] = {}
+
+
+def remote_path(key: str) -> str:
+    """Where the decision under a key lies in a cache that several machines share."""
+    return f"{NAME}/{group_of_key(key)[:2]}/{key}{ENDING}"
+
+
+def remote_of(settings: Settings) -> RemoteCache | None:
+    """The cache that several machines share, if the settings name one."""
+    if settings.cache_remote is None or not settings.cache:
+        return None
+    return remote_cache(
+        settings.cache_remote,
+        settings.cache_remote_write,
+        settings.cache_remote_trust,
+        settings.cache_remote_size_mb,
+    )
 
 
 def database(settings: Settings) -> CostDatabase:
@@ -244,6 +301,7 @@ def database(settings: Settings) -> CostDatabase:
 
         chosen = settings.cache_dir or platformdirs.user_cache_dir("fuseboard", appauthor=False)
         path = Path(chosen).expanduser().absolute() / NAME
-    if path not in _opened:
-        _opened.setdefault(path, CostDatabase(path))
-    return _opened[path]
+    place = path, remote_of(settings)
+    if place not in _opened:
+        _opened.setdefault(place, CostDatabase(*place))
+    return _opened[place]

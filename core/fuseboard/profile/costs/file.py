@@ -37,11 +37,19 @@ def read_decision(path: Path) -> Decision | None:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
+    return decision_in(path.name, content)
+
+
+def decision_in(name: str, content: bytes) -> Decision:
+    """The decision in what a file of this name holds.
+
+    :raises Damaged: it isn't what was written.
+    """
     head, _, body = content.partition(b"\n")
     if head != _head(body):
         raise Damaged("it has another checksum")
     decision = decode(body)
-    if path.name != decision.key + ENDING:
+    if name != decision.key + ENDING:
         raise Damaged("it is another decision's")
     return decision
 

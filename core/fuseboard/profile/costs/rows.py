@@ -108,13 +108,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def differing(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the parts in which two keys differ."""
-    return tuple(
-        name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)
-    )
-
-
 def checked(decision: Decision) -> Decision:
     """The decision as it will be read back; candidates' numbers that aren't finite become None.
 
