@@ -207,3 +207,14 @@ def test_a_process_that_loads_it_has_the_ops(as_users_run_it, tmp_path):
         assert "can't be loaded" not in done.stderr
         assert done.stdout.startswith("True ['mkldnn'] True"), done.stdout
         assert "mkldnn in int8" in done.stdout
+
+
+@pytest.mark.slow
+def test_inductor_compiles_it_too():
+    """Its lowering of a weight by output needs zero points."""
+    layer, x = nn.Linear(96, 64).eval(), torch.randn(4, 96)
+    with torch.no_grad():
+        compiled(layer, "inductor", settle="first_call")(x)
+    assert rows()["inductor in int8"].error < 3e-2
+    assert rows()["inductor in int8"].state in ("chosen", "slower")
+    assert not report().trips

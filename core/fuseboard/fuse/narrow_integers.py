@@ -124,4 +124,4 @@ class _Narrower:
         scales = write.function(aten.clamp_min.default, steps, _EPS)
         zeros = write.function(aten.zeros_like.default, scales, dtype=torch.int64)
         rounded = write.function(ops.quantize_per_channel.default, held, scales, zeros, *grid)
-        return write.function(ops.dequantize_per_channel.default, rounded, scales, None, *grid)
+        return write.function(ops.dequantize_per_channel.default, rounded, scales, zeros, *grid)
