@@ -134,7 +134,7 @@ def test_import_is_cheap(environment):
     """Importing fuseboard after torch loads its own ``__init__`` and next to nothing more."""
     added = json.loads(environment.python(IMPORTS))
     assert [name for name in added if name.startswith("fuseboard")] == ["fuseboard"]
-    heavy = {"pydantic", "rich", "typer", "pluggy", "torch", "numpy"}
+    heavy = {"pydantic", "pydantic_settings", "rich", "typer", "pluggy", "torch", "numpy"}
     assert {name.split(".")[0] for name in added} & heavy == set()
 
 

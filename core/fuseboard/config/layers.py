@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_settings import BaseSettings
 
 from fuseboard.config.model import PRESETS, STAGES, Settings, unknown_key
 from fuseboard.config.sources import (
@@ -28,6 +29,10 @@ from fuseboard.config.sources import (
     read_toml_file,
 )
 from fuseboard.errors import SettingsError
+
+
+class _FromEnvironment(BaseSettings, Settings):  # type: ignore[misc] # model_config: merged
+    """The same fields, in the form that pydantic-settings' reader of the environment takes."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,8 @@ def _nest(source: RawSource) -> tuple[dict[str, Any], list[str]]:
                 f"{key} = {value!r}: {unknown_key(str(key))} {_set_in(source, str(key))}"
             )
             continue
-        is_option = bool(rest) and head == "plugins"  # a list stays one, as within a table
-        value = tuple(value) if isinstance(value, list) and not is_option else _copied(value)
-        if is_option:
+        value = tuple(value) if isinstance(value, list) else _copied(value)
+        if rest and head == "plugins":
             plugin, _, option = rest.partition(".")
             value = {plugin: {option: value} if option else value}
         elif rest:
@@ -180,7 +184,7 @@ def _file_layer(path: Path | None, table: tuple[str, ...] = ()) -> Layer | None:
 
 @lru_cache(maxsize=8)
 def _environment_layer(variables: tuple[tuple[str, str], ...]) -> Layer | None:
-    source = read_environment(Settings.model_fields, variables)
+    source = read_environment(_FromEnvironment, variables)
     return check(source) if source else None
 
 

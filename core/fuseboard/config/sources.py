@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from fuseboard.errors import SettingsError
 
@@ -98,19 +99,29 @@ def _toml_problem(path: Path, text: str, error: tomllib.TOMLDecodeError) -> str:
 # --- the environment ----------------------------------------------------------------------------
 
 
-def _from_text(text: str, field: FieldInfo | None) -> Any:
-    """What a variable says: a JSON list or table, decoded; else its text, for the check to see.
+class _Environment(EnvSettingsSource):
+    """pydantic-settings' reader, which here also takes ``FUSEBOARD_BACKENDS=mkldnn,eager``."""
 
-    :param field: the setting that it is; None for an entry of a table. Lists may have commas.
-    """
-    if text.lstrip().startswith(("[", "{")):
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-    if field is not None and "tuple" in str(field.annotation):
-        return [part.strip() for part in text.split(",") if part.strip()]
-    return text
+    def decode_complex_value(self, field_name: str, field: FieldInfo | None, value: Any) -> Any:
+        if (
+            field is not None
+            and "tuple" in str(field.annotation)
+            and not value.lstrip().startswith("[")
+        ):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return _from_json(value)
+
+
+def _from_json(value: Any) -> Any:
+    """Text that is a JSON list or table, decoded; anything else as it is, for the check to see."""
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def environment_variables() -> tuple[tuple[str, str], ...]:
@@ -119,29 +130,29 @@ def environment_variables() -> tuple[tuple[str, str], ...]:
 
 
 def read_environment(
-    fields: Mapping[str, FieldInfo], variables: tuple[tuple[str, str], ...]
+    model: type[BaseSettings], variables: tuple[tuple[str, str], ...]
 ) -> RawSource | None:
-    """The settings in ``FUSEBOARD_*``.
+    """The settings in ``FUSEBOARD_*``, read into the fields of ``model``.
 
-    :param fields: all settings, by name.
     :raises SettingsError: a variable belongs to no setting.
     """
     if not variables:
         return None
     names: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for name, text in variables:
+    for name, value in variables:
         key = name[len(ENV_PREFIX) :].lower().replace(ENV_DELIMITER, ".")
-        _check_variable(name, text, key, set(fields))
+        _check_variable(name, value, key, set(model.model_fields))
         names[key] = name
-        values[key] = _from_text(text, fields.get(key))
 
     def where(key: str) -> str:
         while key not in names and "." in key:  # one variable may hold a whole JSON table
             key = key.rpartition(".")[0]
         return f"environment {names.get(key, ENV_PREFIX + key.upper())}"
 
-    return RawSource(values, where, text=True)
+    source = _Environment(
+        model, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER, case_sensitive=False
+    )
+    return RawSource(_from_json(source()), where, text=True)
 
 
 def _check_variable(name: str, value: str, key: str, known: set[str]) -> None:
