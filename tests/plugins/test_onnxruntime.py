@@ -422,6 +422,22 @@ def test_a_pool_keeps_what_is_not_a_number(given, dilation):
     assert share() == 1
 
 
+@pytest.mark.parametrize("kernel", [2, 3])
+def test_a_pool_of_nothing_but_minus_infinity_is_that(kernel):
+    """Its kernel begins with the lowest finite number; that one stays what it is."""
+
+    def f(x):
+        return nn.functional.max_pool2d(x, kernel, 2, kernel // 2)
+
+    fn = through(f)
+    fn(rnd(1, 2, 6, 7))
+    x = torch.full((1, 2, 6, 7), -float("inf"))
+    x[0, 1, 2:] = torch.finfo(torch.float32).min
+    x[0, 1, 4, 4], x[0, 1, 0, 0] = 2.5, float("nan")
+    torch.testing.assert_close(fn(x), f(x), equal_nan=True, rtol=0, atol=0)
+    assert share() == 1
+
+
 def test_the_default_device_of_the_caller_is_no_matter():
     """Results, sessions and copies are in the CPU's memory, which is where they are computed."""
     block, x = Block().eval(), rnd(3, 5, 24)

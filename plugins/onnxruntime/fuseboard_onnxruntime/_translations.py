@@ -83,12 +83,21 @@ def translations() -> dict[Any, Callable[..., Any]]:
         return op.Where(op.Equal(most, lowest), op.CastLike(0.0, query), result)
 
     def max_pool(self, kernel_size, stride=(), padding=(0, 0), dilation=(1, 1), ceil_mode=False):
-        """The first result. ONNX Runtime's kernel ignores NaN, so its places are found apart."""
+        """The first result.
+
+        ONNX Runtime's kernel ignores NaN, and begins with the lowest finite number, which it gives
+        for nothing but -inf. So the places of both are found apart: 2 marks NaN, 0 marks -inf.
+        """
         window = _window(kernel_size, stride, padding, dilation)
         result, *_ = op.MaxPool(self, **window)
-        marks, *_ = op.MaxPool(op.CastLike(op.IsNaN(self), self), **window)
-        missing = op.Greater(marks, op.CastLike(0.0, self))
-        return op.Where(missing, op.CastLike(float("nan"), self), result), op.Cast(result, to=7)
+        lowest = op.CastLike(float("-inf"), self)
+        is_nan = op.CastLike(op.IsNaN(self), self)
+        is_higher = op.CastLike(op.Greater(self, lowest), self)
+        marks, *_ = op.MaxPool(op.Add(op.Add(is_nan, is_nan), is_higher), **window)
+        one = op.CastLike(1.0, self)
+        result = op.Where(op.Less(marks, one), lowest, result)
+        result = op.Where(op.Greater(marks, one), op.CastLike(float("nan"), self), result)
+        return result, op.Cast(result, to=7)
 
     def max_pool_of_no_negative(
         self, kernel_size, stride=(), padding=(0, 0), dilation=(1, 1), ceil_mode=False
