@@ -20,10 +20,11 @@ from fuseboard import contracts, errors, hookspecs
 from fuseboard.config import RawSource, check
 from fuseboard.config.model import STAGES
 from fuseboard.partition import repeats
-from fuseboard.profile.choose import measure, ranks
+from fuseboard.profile.choose import measure
 from fuseboard.profile.judge import divergence, reference, rewrites, same_results, values
 from fuseboard.profile.observe import sampling
 from fuseboard.profile.observe import session as sampler
+from fuseboard.ranks import agreement, job
 from fuseboard.report import data
 from fuseboard.report.data import ledger
 from fuseboard.testing import compare
@@ -161,8 +162,9 @@ NUMBERS = {
         f"(longer, up to {WORDS[measure.PATIENCE]} times, where each has had less than "
         f"{WORDS[measure.FEW_ROUNDS]} turns)",
     ],
-    "docs/costs.md": [
-        f"the others raise after {WORDS[ranks.WAIT_S / 60]} minutes",
+    "docs/ranks.md": [
+        f"doesn't come within {agreement.GRACE_S:g} s",
+        f"`RankError` after {WORDS[job.WAIT_S / 60]} minutes",
     ],
     "docs/design.md": [
         f"where at least {repeats.MIN_SAVED_NODES} nodes are saved and the cuts are estimated to "

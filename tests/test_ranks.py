@@ -3,138 +3,104 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fuseboard.profile.choose.ranks import check_ranks_agree, decide_on_first_rank
+from fuseboard.ranks.job import job_of, several_ranks
+from tests.support.rank_job import seen_by, start
 
-ROOT = Path(__file__).parents[1]
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch's gloo backend"
-)
+pytestmark = [
+    pytest.mark.slow,  # they share two processes
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch's gloo backend"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """What each rank saw in a scenario of tests/support/rank_program.py, with 2 or 3 ranks."""
-    told = {}
-
-    def seen(scenario: str, size: int = 2) -> list[dict[str, Any]]:
-        if size not in told:
-            told[size] = run(size, tmp_path_factory.mktemp("job") / "store")
-        return [rank[scenario] for rank in told[size]]
-
-    return seen
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    """What each of two ranks saw in each scenario of tests/support/rank_program.py."""
+    return seen_by("tests.support.rank_program", 2, tmp_path_factory.mktemp("job"))
 
 
-def run(size: int, store: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.support.rank_program"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(store)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    told = []
+def test_the_rank_that_leads_decides_for_all(ranks):
+    """Rank 0, time after time; the other one doesn't measure."""
+    expected = ["decided by 0, 1", "decided by 0, 2"]
+    assert ranks[0]["deciding"] == [expected, [0, 0]]
+    assert ranks[1]["deciding"] == [expected, []]
+
+
+def test_a_failure_of_the_leader_reaches_the_others(ranks):
+    """They don't wait for an answer that can't come."""
+    assert ranks[0]["failing"] == "itself: no candidate is left"
+    assert ranks[1]["failing"] == (
+        "RankError: the rank that leads failed to decide on failing: ValueError: no candidate is "
+        "left"
+    )
+
+
+def test_a_graph_of_one_rank_is_decided_there(ranks):
+    """As in a pipeline, where rank 0 has another part of the model."""
+    assert ranks[1]["of_one_rank"] == 1
+
+
+def test_another_process_group_starts_anew(ranks):
+    """What was decided in the first isn't taken for the second."""
+    assert [rank["twice"] for rank in ranks] == [["first 0", "second 0"]] * 2
+
+
+def test_within_calls_all_take_what_rank_0_measured(ranks):
+    """The other one would have chosen otherwise. ``ranks = "priority"`` says why none measures."""
+    assert ranks[0]["in_calls"] == [[True, ["b"], [2]], True]
+    assert ranks[1]["in_calls"] == [[True, ["b"], []], True]
+
+
+def test_other_settings_are_an_error_that_names_them(ranks):
+    """On the rank that comes second; the leader goes on until it waits for that one."""
+    assert (
+        "rank 1 and rank 0 differ in settings: margin (0.2 on rank 0, 0.1 on rank 1)"
+        in (ranks[1]["other_settings"])
+    )
+
+
+def test_beside_calls_all_swap_at_the_same_call(ranks):
+    """Values are eager's before and after; nobody waits for a graph that one rank has alone."""
+    first, second = (rank["beside"] for rank in ranks)
+    assert first["graphs"] == second["graphs"]
+    assert first["at"] == second["at"]
+    for seen in (first, second):
+        assert seen["settled"]
+        [(instead, backends, settled)] = seen["graphs"]
+        assert (instead, settled) == ("", True)
+        assert "mkldnn" in backends
+    assert first["at"]
+
+
+def test_without_a_job_there_are_no_ranks():
+    assert not dist.is_initialized()
+    assert not several_ranks()
+    assert job_of(1.0) is None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_seen_by_the_others(victim, tmp_path):
+    """Their calls raise, as does ``fuseboard.wait()``, and they end: the store is a file's here."""
+    program = "tests.support.killed_rank_program"
+    ranks = [start(program, rank, 3, tmp_path, f"{victim}") for rank in range(3)]
     try:
-        for rank in ranks:
-            out, error = rank.communicate(timeout=120)
-            assert rank.returncode == 0, error
-            told.append(json.loads(out.splitlines()[-1]))
+        for number, rank in enumerate(ranks):
+            out, problems = rank.communicate(timeout=400)
+            if number == victim:
+                assert rank.returncode == -signal.SIGKILL
+                continue
+            assert rank.returncode == 0, problems
+            for error in json.loads(out.splitlines()[-1]):
+                assert f"rank {victim} has given no sign of life for 4 s" in error
     finally:
         for rank in ranks:
             rank.kill()
-    return told
-
-
-@pytest.mark.thorough
-def test_every_rank_takes_what_rank_0_decided(job):
-    """Also twice under one name, and where names come in another order on another rank."""
-    expected = {
-        "taken": ["decided by 0", "decided by 0"],
-        "crossed": {"left": ["left", 0], "right": ["right", 0]},
-    }
-    assert [rank["seen"] for rank in job("agreeing")] == [expected, expected]
-
-
-@pytest.mark.thorough
-def test_rank_0_alone_decides(job):
-    """The others don't measure; they wait for it."""
-    first, second = job("deciding")
-    assert first["seen"] == {"decided": {"winner": 0}, "calls": [0]}
-    assert second["seen"] == {"decided": {"winner": 0}, "calls": []}
-
-
-@pytest.mark.thorough
-def test_a_failure_on_rank_0_reaches_the_others_at_once(job):
-    """They don't wait for an answer that can't come."""
-    first, second = job("failing")
-    assert first["seen"] == "itself: no candidate is left"
-    assert second["error"] == (
-        "rank 0 failed to decide a winner of failing: ValueError: no candidate is left"
-    )
-    assert second["waited_s"] < 30
-
-
-@pytest.mark.thorough
-def test_equal_graphs_pass(job):
-    """Nothing is raised on any rank."""
-    assert [rank["seen"] for rank in job("same")] == ["same", "same"]
-
-
-@pytest.mark.thorough
-def test_different_graphs_fail_on_every_rank(job):
-    """The error names the rank and the part, on rank 0 as well."""
-    for rank in job("different", size=3):
-        assert rank["error"].startswith(
-            "the graph of different isn't the same on every rank: rank 1 and rank 0 differ in "
-            "graph ('of 0' on rank 0, 'of 1' on rank 1). Ranks have to compile the same graphs"
-        )
-
-
-@pytest.mark.thorough
-def test_a_rank_that_never_comes_is_named(job):
-    """The wait ends, and the error says whom it was for."""
-    first, second, third = job("absent", size=3)
-    for rank in (first, third):  # rank 0 tells rank 2 whom it waited for
-        assert rank["error"].startswith("rank 0 waited 3 s for rank 1 to come to the graph of")
-    assert second["seen"] == "elsewhere"
-
-
-@pytest.mark.thorough
-def test_rank_0_that_never_decides_is_named(job):
-    """Likewise for those that wait for its decision."""
-    _, second = job("late")
-    assert second["error"].startswith("rank 1 waited 0.5 s for rank 0 to come to a winner of late")
-
-
-def test_another_process_group_starts_anew(job):
-    """What was decided in the first isn't taken for the second."""
-    assert [rank["seen"] for rank in job("twice")] == [["first 0", "second 0"]] * 2
-
-
-@pytest.mark.thorough
-def test_a_group_agrees_by_itself(job):
-    """Its first rank decides; who isn't in it keeps its own."""
-    assert [rank["seen"] for rank in job("of_a_group", size=3)] == [0, 1, 1]
-
-
-def test_without_a_job_nothing_happens():
-    """A value is its own answer; what raises goes through."""
-    assert not dist.is_initialized()
-    assert decide_on_first_rank(lambda: "own", "a winner") == "own"
-    check_ranks_agree({"graph": "abc"}, "the graph")
-    with pytest.raises(ZeroDivisionError):
-        decide_on_first_rank(lambda: 1 // 0, "a winner")
+            rank.wait()

@@ -23,9 +23,12 @@ from fuseboard.torch_api.dynamo_graphs import with_held_as_inputs
 from fuseboard.torch_api.frames import frame_title, leave_to_eager, needs_one_graph
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.torch_api.symbols import in_the_example
+from fuseboard.torch_api.tensor_classes import is_fake
 from fuseboard.torch_api.views import eager_strides, why_not_installed
-from fuseboard.workshop.admission import why_held, why_in_calls, with_a_cache
+from fuseboard.workshop.admission import why_held, why_in_calls, why_not_apart, with_a_cache
 from fuseboard.workshop.desk import watch_dynamo
+from fuseboard.workshop.dynamo_graph import DynamoGraph
+from fuseboard.workshop.first_call import begin_with_a_call
 from fuseboard.workshop.kept_call import CannotKeep
 from fuseboard.workshop.life import Life
 
@@ -110,12 +113,15 @@ def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
     why = why_in_calls(session, inputs)
     if not why:
         given, held = with_held_as_inputs(graph)
-        why = why_held(given)
+        why = why_held(given) or why_not_apart(given)
     if not why:
         try:
             sizes = sizes_of(given, [*inputs, *held])
             real = [*map(in_the_example, inputs), *held]
-            run = Life(with_a_cache(session), given, real, sizes).begin()
+            dynamo_graph = DynamoGraph.of_call(with_a_cache(session), given, real, sizes)
+            if any(map(is_fake, real)):
+                return begin_with_a_call(dynamo_graph)
+            run = Life(dynamo_graph, real).begin()
             return run if not held else lambda *args: run(*args, *held)
         except (CannotKeep, LoweringError) as error:
             why = str(error)

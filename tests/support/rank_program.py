@@ -1,48 +1,48 @@
 """One rank of a gloo job, for tests of what ranks agree on.
 
-Runs every scenario for that many ranks in turn, since starting processes takes longer than they
-do. Prints what it saw as one JSON line.
+Runs every scenario in turn, since starting processes takes longer than they do. Prints what it saw
+as one JSON line.
 
-Usage: python -m tests.support.rank_program RANK SIZE STORE_FILE
+Usage: python -m tests.support.rank_program RANK SIZE STORE_FILE CACHE_DIR
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+import fuseboard
 from fuseboard.errors import RankError
-from fuseboard.profile.choose.ranks import check_ranks_agree, decide_on_first_rank
+from fuseboard.ranks import agreement
+from fuseboard.ranks.decisions import Decisions
+from fuseboard.ranks.job import job_of
+from fuseboard.report.data import ledger
+from tests.support.backends import compiled, last_graph, observing, plugged
+
+QUICK = {"compiles_quickly": True}
 
 
-def agree(value: Any, what: str, **how: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    return decide_on_first_rank(lambda: value, what, **how)
-
-
-def agreeing(rank: int) -> Any:
-    """Decisions in turn, of two names, the second asked for in another order."""
-    taken = [agree(f"decided by {rank}", "first") for _ in range(2)]
-    names = ["left", "right"] if rank == 0 else ["right", "left"]
-    crossed = {name: agree((name, rank), name) for name in names}
-    return {"taken": taken, "crossed": crossed}
+def about(named: str, **parts: str) -> Decisions:
+    job = job_of(30.0)
+    assert job is not None
+    return Decisions(job, {"graph": named, **parts}, named)
 
 
 def deciding(rank: int) -> Any:
-    """Only rank 0 is to call this."""
-    calls = []
+    """Two decisions; only the rank that leads is to call these."""
+    calls: list[int] = []
 
-    def decide() -> dict[str, int]:
+    def decide() -> str:
         calls.append(rank)
-        time.sleep(0.3)
-        return {"winner": rank}
+        return f"decided by {rank}, {len(calls)}"
 
-    return {"decided": decide_on_first_rank(decide, "a winner of deciding"), "calls": calls}
+    decisions = about("deciding")
+    return [decisions.decide(decide), decisions.decide(decide)], calls
 
 
 def failing(rank: int) -> Any:
@@ -50,72 +50,121 @@ def failing(rank: int) -> Any:
         raise ValueError("no candidate is left")
 
     try:
-        decide_on_first_rank(decide, "a winner of failing", wait_s=60.0)
+        about("failing").decide(decide)
     except ValueError as error:
         return f"itself: {error}"
 
 
-def same(rank: int) -> Any:
-    check_ranks_agree({"graph": "abc", "threads": "2"}, "the graph of same")
-    return "same"
-
-
-def different(rank: int) -> Any:
-    check_ranks_agree({"graph": f"of {rank % 2}", "threads": "2"}, "the graph of different")
-
-
-def absent(rank: int) -> Any:
-    """Rank 1 never asks."""
-    if rank == 1:
-        return "elsewhere"
-    # Rank 2 comes within that time, however busy the machine is.
-    check_ranks_agree({"graph": "abc"}, "the graph of absent", wait_s=3.0)
-
-
-def late(rank: int) -> Any:
-    """Rank 0 never decides."""
-    if rank == 0:
-        return "elsewhere"
-    agree("own", "a winner of late", wait_s=0.5)
+def of_one_rank(rank: int) -> Any:
+    """Rank 0 never comes."""
+    return about("of one rank").decide(lambda: rank) if rank else "elsewhere"
 
 
 def twice(rank: int) -> Any:
     """A second process group: entries of the first one don't count."""
-    store = dist.group.WORLD.get_group_store()
-    taken = [agree(f"first {rank}", "a winner of twice")]
+    group = dist.group.WORLD
+    assert group is not None
+    store = group.get_group_store()
+    taken = [about("twice").decide(lambda: f"first {rank}")]
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    taken.append(agree(f"second {rank}", "a winner of twice"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=dist_size)
+    taken.append(about("twice").decide(lambda: f"second {rank}"))
     return taken
 
 
-def of_a_group(rank: int) -> Any:
-    """Ranks 1 and 2 are a group; rank 0 isn't in it and keeps its own."""
-    group = dist.new_group([1, 2])
-    return agree(rank, "a winner of of_a_group", group=group)
+def in_calls(rank: int) -> Any:
+    """Candidates of this process alone; the ranks' stopwatches tell different things."""
+    measured: list[int] = []
+
+    def measure(calls: Sequence[Callable[[], Any]]) -> list[fuseboard.Measurement]:
+        measured.append(len(calls))
+        times = (30.0, 20.0) if rank == 0 else (20.0, 30.0)
+        return [fuseboard.Measurement(us, us, us, 1) for us in times]
+
+    x = torch.linspace(0, 1, 12).reshape(3, 4)
+    with (
+        observing("stopwatch", measure=measure),
+        plugged("a", info=QUICK),
+        plugged("b", info=QUICK),
+        torch.no_grad(),
+    ):
+        options: dict[str, Any] = {"policy": "measured", "cache_dir": f"{cache}/{rank}"}
+        right = torch.allclose(compiled(torch.sin, "a", "b", **options)(x), x.sin())
+        agreed = [right, [r.backend for r in last_graph().regions], list(measured)]
+        torch._dynamo.reset()
+        compiled(torch.sin, "a", "b", ranks="priority", **options)(x)
+        notes = last_graph().notes
+    return [agreed, any("job of several ranks" in note for note in notes)]
 
 
-SCENARIOS: dict[int, tuple[Callable[[int], Any], ...]] = {
-    2: (agreeing, deciding, failing, same, late, twice),
-    3: (different, absent, of_a_group),
-}
+def other_settings(rank: int) -> Any:
+    with plugged("a", info=QUICK), plugged("b", info=QUICK), torch.no_grad():
+        options = {"policy": "measured", "margin": 0.1 if rank else 0.2}
+        try:
+            compiled(torch.exp, "a", "b", cache=False, **options)(torch.ones(3))
+        except Exception as error:  # torch wraps what a backend raises
+            return str(error)
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256), torch.nn.GELU()] * 3
+    return torch.nn.Sequential(*layers).eval()
+
+
+def beside(rank: int) -> Any:
+    """Inference until it has settled, by the default settings but for the backends.
+
+    Rank 1 has one call more at first, and one of another shape alone.
+    """
+    from fuseboard.workshop.together import Together
+
+    at: list[int] = []
+    put = Together.verdict
+
+    def verdict(self: Together, goes: bool) -> None:
+        put(self, goes)
+        if goes and self._bound is not None:
+            at.append(self._bound)
+
+    Together.verdict = verdict  # type: ignore[method-assign]
+    ledger.clear()
+    eager = model()
+    options = {"backends": ["mkldnn", "eager"], "cache_dir": cache, "pin": {"aten.addmm": "mkldnn"}}
+    run = torch.compile(eager, backend="fuseboard", options=options)
+    x = torch.linspace(-1, 1, 64 * 256).reshape(64, 256)
+    with torch.no_grad():
+        for _ in range(3 + rank):
+            torch.testing.assert_close(run(x), eager(x))
+        settled = fuseboard.wait(timeout_s=300)
+        for _ in range(40):
+            torch.testing.assert_close(run(x), eager(x))
+        graphs = [(g.instead, [r.backend for r in g.regions], g.settled) for g in ledger.graphs()]
+        if rank:
+            torch.testing.assert_close(run(x[:7]), eager(x[:7]))
+            settled = settled and fuseboard.wait(timeout_s=300)
+            torch.testing.assert_close(run(x[:7]), eager(x[:7]))
+    return {"settled": settled, "graphs": graphs, "at": at[:1]}
+
+
+SCENARIOS = (deciding, failing, of_one_rank, in_calls, other_settings, beside, twice)
 
 
 def main(rank: int, size: int, path: str) -> None:
+    agreement.GRACE_S = 2.0
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
-    told = {}
-    for scenario in SCENARIOS[size]:
+    seen = {}
+    for scenario in SCENARIOS:
         dist.barrier()
-        start = time.monotonic()
         try:
-            seen, error = scenario(rank), ""
-        except RankError as raised:
-            seen, error = None, str(raised)
-        waited_s = time.monotonic() - start
-        told[scenario.__name__] = {"seen": seen, "error": error, "waited_s": waited_s}
-    print(json.dumps(told))
+            seen[scenario.__name__] = scenario(rank)
+        except RankError as error:
+            seen[scenario.__name__] = f"RankError: {error}"
+    dist.barrier()
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    dist_size, cache = int(sys.argv[2]), sys.argv[4]
+    main(int(sys.argv[1]), dist_size, sys.argv[3])

@@ -91,12 +91,20 @@ class Settings(BaseModel):
         ge=0,
         allow_inf_nan=False,
     )
-    ranks: Literal["priority", "agree"] = _setting(
-        "priority",
-        "'priority', 'agree'",
-        "What a job of several ranks does under the policy 'measured': plan by priority, the same "
-        "on each, or let rank 0 measure and all follow it, which needs the same graphs in the same "
-        "order on all ranks.",
+    ranks: Literal["agree", "priority"] = _setting(
+        "agree",
+        "'agree', 'priority'",
+        "What a job of several ranks does under the policy 'measured': let one rank measure each "
+        "graph and all that have it follow, rank 0 where it has it; or plan by priority, each "
+        "rank by itself.",
+    )
+    rank_limit_s: float = _setting(
+        40.0,
+        "a finite number of seconds above 0",
+        "How long a rank of a job may give no sign of life while ranks agree on what to run, "
+        "before the others raise.",
+        gt=0,
+        allow_inf_nan=False,
     )
     margin: float = _setting(
         0.03,

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ _HEAD_AT = len(MAGIC) + _LENGTH_BYTES + _CHECKSUM_BYTES
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}([0-9a-f]{8})?\.artifact")
 
 ARTIFACT, CRASH, TRIED, ASIDE, TEMPORARY = ".artifact", ".crash", ".tried", ".aside", ".tmp"
+LOCK = ".lock"
 #: Files that somebody began to write, and that nobody will finish, are removed after this time.
 _ABANDONED_S = 3600.0
 
@@ -266,6 +268,25 @@ class Store:
             if (found := self._read(path)) is not None:
                 yield found, path.read_bytes()
 
+    @contextlib.contextmanager
+    def alone(self, key: Key, wait_s: float) -> Iterator[bool]:
+        """Keep out other processes that are about to make the same, for the block.
+
+        Where that takes longer than so many seconds, or isn't possible, all go on. Given is whether
+        another process was at it, which may have stored it.
+        """
+        lock = self._home(key) / f"{key.stem}{LOCK}"
+        waited = False
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                try:
+                    held.enter_context(_alone(lock, time.monotonic()))
+                except BlockingIOError:
+                    waited = True
+                    held.enter_context(_alone(lock, time.monotonic() + wait_s))
+            yield waited
+
     def put_tried(self, key: Key, problem: str) -> str:
         """Remember how lowering under this key ended a process; "" if it didn't.
 
@@ -311,7 +332,7 @@ class Store:
         now = time.time()
         total = 0
         for used, size, path in sorted(files, reverse=True):
-            abandoned = path.name.endswith(TEMPORARY) and now - used > _ABANDONED_S
+            abandoned = path.suffix in (TEMPORARY, LOCK) and now - used > _ABANDONED_S
             total += size
             if abandoned or total > self.limit_bytes:
                 total -= size
@@ -321,7 +342,7 @@ class Store:
         """(last used, bytes, path) of every file of ours."""
         found = []
         for path in self._files(None, "*"):
-            if path.suffix in (ARTIFACT, CRASH, TRIED, ASIDE, TEMPORARY):
+            if path.suffix in (ARTIFACT, CRASH, TRIED, ASIDE, TEMPORARY, LOCK):
                 try:
                     state = path.stat()
                 except OSError:
@@ -343,7 +364,7 @@ class Store:
         """Every file, most recently used first."""
         for used, size, path in sorted(self._listed(), reverse=True):
             kind = path.suffix.removeprefix(".")
-            if kind == "tmp":
+            if path.suffix in (TEMPORARY, LOCK):
                 continue
             head: Mapping[str, Any] | None
             if path.suffix in (CRASH, TRIED):
@@ -367,7 +388,7 @@ class Store:
         for row in self.rows():
             if wanted(row) and self._remove(row.path):
                 count, size = count + 1, size + row.bytes
-        for path in self._files(None, f"*{TEMPORARY}"):
+        for path in (*self._files(None, f"*{TEMPORARY}"), *self._files(None, f"*{LOCK}")):
             self._remove(path)
         return count, size
 
@@ -397,6 +418,32 @@ def whole_artifact(path: Path, content: bytes) -> Artifact | None:
 def remote_path(name: str) -> str:
     """Where the file of an artifact lies in a cache that several machines share."""
     return f"artifacts/{name[:2]}/{name}"
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, end: float) -> Iterator[None]:
+    """Keep out other processes, and threads of this one, for the block.
+
+    :raises OSError: another one takes too long.
+    """
+    if sys.platform == "win32":  # it has no such locks: each makes its own
+        yield
+        return
+    import fcntl
+
+    with lock.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have the file open as well
 
 
 def _sizes(content: bytes) -> tuple[int, bytes | None]:

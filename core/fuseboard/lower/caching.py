@@ -107,16 +107,38 @@ class Cache:
         info = self._info(task.region.backend)
         loads = self._session.implements(info.name, "fuseboard_load")
         isolates = self._session.settings.isolate and info.may_crash
-        token = info.name, task.region.signature
         place = self._place(task, info, region_report) if loads or isolates else None
-        if (
-            loads
-            and place is not None
-            and (found := self._find(task, place, region_report)) is not None
-        ):
-            loaded = self._load(task, found.data, region_report, place.store, found.path)
-            if loaded is not None:
+        if loads and place is not None:
+            if (loaded := self._loaded(task, place, region_report)) is not None:
                 return loaded
+            if not info.compiles_quickly:  # several ranks come to the same at the same time
+                limit_s = self._session.settings.hook_limit_s
+                with place.store.alone(place.key, limit_s) as waited:
+                    loaded = self._loaded(task, place, region_report) if waited else None
+                    return loaded or self._compiled(
+                        task, info, place, region_report, loads, isolates
+                    )
+        return self._compiled(task, info, place, region_report, loads, isolates)
+
+    def _loaded(
+        self, task: Task, place: _Place, region_report: RegionReport
+    ) -> LoweredRegion | None:
+        """What is in the cache; None where nothing is that can be loaded."""
+        found = self._find(task, place, region_report)
+        if found is None:
+            return None
+        return self._load(task, found.data, region_report, place.store, found.path)
+
+    def _compiled(
+        self,
+        task: Task,
+        info: BackendInfo,
+        place: _Place | None,
+        region_report: RegionReport,
+        loads: bool,
+        isolates: bool,
+    ) -> LoweredRegion | None:
+        token = info.name, task.region.signature
         result = None
         if token in self._ready:
             result = _answered(self._ready[token])

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+#: Namespaces of ops that talk to other ranks of a job.
+_OF_RANKS = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem"}
+)
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an op, or all of its overloads, talks to other ranks."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in _OF_RANKS
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name.partition("::")[0] in _OF_RANKS
+    return False
+
 
 def keeps_order(node: Node) -> bool:
-    """Whether a node draws random numbers or has effects, so that its order matters."""
+    """Whether a node draws random numbers or has effects, so that its order matters.
+
+    Collectives are among them: ranks that came to them in different orders would wait for ever.
+    """
     target = node.target
+    if is_collective(target):
+        return True
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags or bool(node.is_impure())
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -48,7 +68,7 @@ def has_effects(node: Node) -> bool:
         return not only_raises(node)
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target.namespace.startswith("_c10d_functional"):
+    if is_collective(target):
         return True
     if target._opname.startswith(("_assert", "sym_constrain")):
         return False

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fuseboard.contracts import JointPolicy, Knapsack
 from fuseboard.hookspecs import hookimpl
 from fuseboard.ops.draws import draws, hides_draws
+from fuseboard.ops.effects import is_collective
 from fuseboard.ops.views import is_view_op
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
 from fuseboard.partition.replay import settle_replays, worth_replaying
@@ -202,7 +203,7 @@ def _has_effects(node: Node) -> bool:
     """Collectives, ops that write, ops that are ordered by tokens."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "_c10d_functional" or target._schema.is_mutable
+        return is_collective(target) or target._schema.is_mutable
     return getattr(target, "__name__", "") == "with_effects"
 
 

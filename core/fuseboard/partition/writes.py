@@ -221,16 +221,16 @@ def _make(made: GraphModule, value: Node, old: Node, memory: Node) -> None:
         _make(made, value.args[1], part, view)  # type: ignore[arg-type]
 
 
-def without_writes(
+def left_to_eager(
     excluded: Mapping[str, Mapping[str, str]],
-    writes: Sequence[Write],
+    own: Mapping[str, str],
     backends: Sequence[BackendInfo],
 ) -> dict[str, Mapping[str, str]]:
-    """What backends may not run, and why, with the writes.
+    """What backends may not run, and why, with what none of them may.
 
+    :param own: node → reason.
     :param backends: eager is the last.
     """
-    own = {name: WHY for one in writes for name in one.names}
     left = {info.name: {**own, **excluded.get(info.name, {})} for info in backends[:-1]}
     return {**excluded, **left}
 

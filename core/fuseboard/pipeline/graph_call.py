@@ -22,8 +22,8 @@ from fuseboard.errors import LoweringError, PluginError, containable
 from fuseboard.lower.decompose import keeping_layout
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.stages import Pipeline
-from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.choose.whole_calls import EAGER, WholeCalls
+from fuseboard.ranks.job import several_ranks
 from fuseboard.report.data import CandidateReport
 from fuseboard.run.captured_graph import CapturedBackward, CapturedGraph
 from fuseboard.run.failure import describe

@@ -24,9 +24,9 @@ from fuseboard.pipeline.mixing import (
     expected_within,
     largest_part,
 )
-from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.accuracy import Budget, Metric, NotMeasured
 from fuseboard.profile.judge.rewrites import example_values, other_ends
+from fuseboard.ranks.job import several_ranks
 from fuseboard.report.data import GraphReport, PartReport, PlaceReport
 from fuseboard.report.nodes import module_path
 from fuseboard.run.failure import Tripped

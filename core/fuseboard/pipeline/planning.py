@@ -30,8 +30,8 @@ from fuseboard.partition.support import Support
 from fuseboard.partition.writes import regions_with_writes
 from fuseboard.pipeline.inner_planning import InnerPlanner, with_inner
 from fuseboard.pipeline.staged_graph import Claims, StagedGraph, placeable_nodes
-from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.judge.replays import replayable
+from fuseboard.ranks.job import several_ranks
 from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import Tripped
 from fuseboard.torch_api.copies import copy_graph

@@ -9,7 +9,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from fuseboard.contracts import (
 from fuseboard.errors import LoweringError, PluginError, WrongValues
 from fuseboard.fuse.passes import FusionCounter
 from fuseboard.lower.lowering import Lowering
+from fuseboard.ops.effects import is_collective
 from fuseboard.partition.board_nodes import board_nodes
 from fuseboard.partition.claims import claimed_names
 from fuseboard.partition.garbage import collection_paused
@@ -33,7 +33,7 @@ from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import cut_regions
-from fuseboard.partition.writes import WHY, find_writes, without_writes
+from fuseboard.partition.writes import WHY, find_writes, left_to_eager
 from fuseboard.pipeline.example_inputs import ExampleInputs
 from fuseboard.pipeline.narrowing import Narrower
 from fuseboard.pipeline.planning import Planner, defers
@@ -47,16 +47,12 @@ from fuseboard.pipeline.staged_graph import (
     placeable_nodes,
 )
 from fuseboard.profile.choose.candidates import Candidate
-from fuseboard.profile.choose.ranks import (
-    Decide,
-    check_ranks_agree,
-    decide_on_first_rank,
-    several_ranks,
-)
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.tuner import Tuner
 from fuseboard.profile.choose.whole_calls import give_up
 from fuseboard.profile.judge.accuracy import Budget
+from fuseboard.ranks.decisions import Decide, Decisions
+from fuseboard.ranks.job import job_of
 from fuseboard.report.choices import tolerance_text
 from fuseboard.report.data import CandidateReport, GraphReport, ledger
 from fuseboard.report.names import call_numbers, next_name
@@ -71,6 +67,10 @@ from fuseboard.run.sites import Site
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api.compiling import compile_lock
 from fuseboard.torch_api.copies import copy_graph
+
+#: Why no backend runs a collective. So all ranks come to collectives in the order in which the
+#: graph has them, also where a backend fails on one of the ranks and eager runs its region there.
+_OF_RANKS = "it is a collective, which ranks have to come to in the same order"
 
 
 class Pipeline:
@@ -298,6 +298,8 @@ class Pipeline:
             self.records.append(Record(staged, runner))
         with report.timed("lower"):
             if len(cut_plans) == 1:
+                if any(is_collective(node.target) for node in staged.graph.graph.nodes):
+                    self._agreed(staged, self._stored(staged))  # else ranks may plan otherwise
                 self._lower(staged, cut_plans[0], runner)
             else:
                 self._tune(staged, cut_plans, runner)
@@ -330,7 +332,11 @@ class Pipeline:
             kept = board_nodes(graph)
             writes = find_writes(graph, staged.roles.copied_back) if kind == "inference" else []
             wanted = self.pins.of(placeable_nodes(graph, kept))
-            excluded = without_writes(wanted.excluded, writes, self.session.backends)
+            left = {name: WHY for write in writes for name in write.names}
+            left |= {
+                node.name: _OF_RANKS for node in graph.graph.nodes if is_collective(node.target)
+            }
+            excluded = left_to_eager(wanted.excluded, left, self.session.backends)
             claims, inner = self.planner.claims(graph, kind, kept, excluded, report)
         written = [name for write in writes for name in write.names]
         eager = self.session.backends[-1].name
@@ -460,7 +466,7 @@ class Pipeline:
             self.whole_call_decision = dataclasses.replace(stored, level="step")
         if staged.kind != "backward":
             self.capture_decision = dataclasses.replace(stored, level="capture")
-        decide = self._agreed(staged, stored) if several_ranks() else None
+        decide = self._agreed(staged, stored)
         tuner = Tuner(runner, list(plans), staged.weight_positions, mode, stored, installed, decide)
         tuner.start(defers=defers(session, staged.graph))
 
@@ -475,14 +481,18 @@ class Pipeline:
         own = dataclasses.replace(staged.report, regions=[])
         return dataclasses.replace(self._lowering(staged, own, counter), strict=True)
 
-    def _agreed(self, staged: StagedGraph, stored: StoredDecision) -> Decide:
-        """How decisions are made in a job of several ranks: by rank 0.
+    def _agreed(self, staged: StagedGraph, stored: StoredDecision) -> Decide | None:
+        """How decisions are made in a job of several ranks; None where there is no other rank.
 
-        :raises RankError: another rank compiles another graph.
+        :raises RankError: another rank compiles the same graph otherwise.
         """
-        what = f"{staged.kind} graph of {self.frame}"
-        check_ranks_agree(stored.parts or {}, what)
-        return partial(decide_on_first_rank, what=what)
+        settings = self.session.settings
+        job = job_of(settings.rank_limit_s) if settings.ranks == "agree" else None
+        if job is None:
+            return None
+        parts = stored.parts or {"graph": f"{staged.kind} {staged.captured.code}"}
+        what = f"the {staged.kind} graph of {self.frame}"
+        return Decisions(job, parts, what).decide
 
     def _notify(self, name: EventName, report: GraphReport, seconds: float, **details: Any) -> None:
         self.session.notify(Event(name, report.name, seconds, details))

@@ -25,3 +25,10 @@ def is_plain(value: Any) -> bool:
         and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and not hasattr(kind, "__tensor_flatten__")
     )
+
+
+def is_fake(value: Any) -> bool:
+    """Whether it is a tensor without values, while something is traced or compiled."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)

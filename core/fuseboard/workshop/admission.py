@@ -12,9 +12,11 @@ from torch.fx import GraphModule
 from fuseboard.board import Session, board
 from fuseboard.capture.unfit_graphs import may_save_inference_tensors
 from fuseboard.lower.artifacts import Store, store_at
-from fuseboard.profile.choose.ranks import several_ranks
-from fuseboard.torch_api.symbols import in_the_example, why_unknown
-from fuseboard.torch_api.tensor_classes import is_plain
+from fuseboard.ops.effects import is_collective
+from fuseboard.ranks.job import several_ranks
+from fuseboard.torch_api.nodes import graphs_in
+from fuseboard.torch_api.symbols import in_the_example, symbolic_numbers, why_unknown
+from fuseboard.torch_api.tensor_classes import is_fake, is_plain
 from fuseboard.workshop.process import scratch_cache
 
 
@@ -29,13 +31,15 @@ def why_in_calls(session: Session, inputs: Sequence[Any]) -> str:
         )
     if settings.on_failure == "raise" or session.decides_on_failure:
         return "failures may be raised, which needs a call to raise in"
-    if several_ranks():
-        return "a job of several ranks"
+    if settings.ranks == "priority" and several_ranks():
+        return "a job of several ranks, which plan by priority (ranks)"
     if any(session.module_name(name) is None for name in session.plugins):
         return "a plugin is an object of this process"
     if path := session.override_of_this_process():
         return f"{path}, a function of the settings, can't be imported by another process"
     for value in inputs:
+        if is_fake(value) and symbolic_numbers(value):
+            return "sizes that change, of inputs that aren't known before its first call"
         if why := why_unknown(value) or why_not_kept(in_the_example(value)):
             return why
     if may_save_inference_tensors(inputs):
@@ -52,6 +56,15 @@ def why_held(graph: GraphModule) -> str:
     for one in graph.modules():
         for name, _ in one.named_parameters(recurse=False):
             return f"the graph holds the parameter {name}"
+    return ""
+
+
+def why_not_apart(graph: GraphModule) -> str:
+    """Why no other process can run it: it talks to the ranks of this one's job."""
+    for one in graphs_in(graph):
+        for node in one.graph.nodes:
+            if is_collective(node.target):
+                return f"{node.name} is a collective of this process's ranks"
     return ""
 
 
@@ -83,7 +96,7 @@ def why_not_kept(value: Any) -> str:
     """Why an input can't be kept for work on it later; "" if it can."""
     if type(value) is int:  # a size
         return ""
-    if not is_plain(value):
+    if not is_plain(value) and not is_fake(value):
         return f"an input is of type {type(value).__name__}"
     if value.device.type != "cpu":
         return f"an input is on {value.device}"

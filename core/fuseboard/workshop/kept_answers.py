@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -53,6 +53,11 @@ class KeptAnswers:
         )
         settings = graph.session.settings
         return cls(stored, store_at(settings))
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """What the answer depends on; none where that has no name in other processes."""
+        return self._stored.parts or {}
 
     def find(self) -> Answer | None:
         """What an earlier process was answered; None where none was, or the program is gone."""

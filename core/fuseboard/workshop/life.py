@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
 from fuseboard.beside import beside
-from fuseboard.board import Session
 from fuseboard.capture.side_runs import CannotCompare
 from fuseboard.contracts import GraphKind
 from fuseboard.errors import containable
@@ -27,10 +25,10 @@ from fuseboard.forks import fork_safe_lock
 from fuseboard.lower import background
 from fuseboard.pipeline.call import Compiled
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
+from fuseboard.ranks.job import job_of
 from fuseboard.report.data import GraphReport
 from fuseboard.run.failure import describe
 from fuseboard.run.route import Route
-from fuseboard.torch_api.call_sizes import CallSizes
 from fuseboard.torch_api.compiling import compile_lock
 from fuseboard.torch_api.state import StateGuard
 from fuseboard.workshop.asking import make_request
@@ -48,6 +46,7 @@ from fuseboard.workshop.reporting import LifeReport
 from fuseboard.workshop.request import Answer, Request, TrialOutcome
 from fuseboard.workshop.sizes import SizeCondition
 from fuseboard.workshop.states import GraphState, StateMachine
+from fuseboard.workshop.together import Together
 from fuseboard.workshop.watching import Watching
 
 log = logging.getLogger("fuseboard")
@@ -61,23 +60,16 @@ _TRIAL_CALLS = 80
 class Life:
     """One graph of Dynamo's.
 
-    :param graph: it isn't changed.
     :param inputs: real ones, of which :func:`why_in_calls` says nothing; they are not kept.
-    :param sizes: what Dynamo knows of their sizes; None where these are plain.
     :raises CannotKeep: later calls can't be made on them.
     :ivar run: what Dynamo calls.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        graph: GraphModule,
-        inputs: Sequence[Any],
-        sizes: CallSizes | None = None,
-    ) -> None:
+    def __init__(self, graph: DynamoGraph, inputs: Sequence[Any]) -> None:
+        session = graph.session
         self.limit_s = session.settings.hook_limit_s
         self._margin = session.settings.margin
-        self._graph = DynamoGraph.of_call(session, graph, inputs, sizes)
+        self._graph = graph
         self._own = self._graph.run
         self._kept = self._graph.keep(inputs)
         self._context = copy_context()
@@ -94,6 +86,8 @@ class Life:
         self._why_here = ""
         #: Whether an earlier process's answer will do, whether this one is, and its trial.
         self._may_look, self._is_recalled = True, False
+        #: Another rank of the job leads.
+        self._follows = False
         self._trial: TrialOutcome | None = None
         #: While further calls are compared, since what was chosen may have an error.
         self._proving: Proving | None = None
@@ -108,6 +102,14 @@ class Life:
         self._watching = Watching(self._own, training)
         self._route = Route(self._begin_with, self._report)
         self.run = self._route.run
+        #: Where several ranks have this graph: how they agree, and what is told the others.
+        job = job_of(session.settings.rank_limit_s)  # where they agree: others come here never
+        self._together = None if job is None else Together(job, self, self._route.put)
+        self._found = Answer()
+        #: Answers calls while nothing is decided.
+        self._watched: Run = self._watch
+        if self._together is not None:
+            self._watched = self._together.counting(self._watch)
 
     def begin(self) -> Run:
         """What answers the calls from now on."""
@@ -140,7 +142,7 @@ class Life:
             with self._compiling:
                 begins, self._has_begun = not self._has_begun, True
                 if begins:  # else another thread's call was quicker
-                    self._route.put(self._watch)
+                    self._route.put(self._watched)
                     desk().submit(self)
         if begins:
             desk().pay_for_trace()
@@ -175,11 +177,15 @@ class Life:
             return int(not self.settled)  # another thread puts it into the report
         needs_call = not self._has_begun or bool(self._why_here) or self._wants_call
         needs_call |= self._proving is not None
+        needs_call |= self._together is not None and self._together.error is not None
         return int(self.state is not GraphState.TRIALLING and not needs_call)
 
     def settle(self) -> bool:
         """Let the trial end now, on the inputs that were kept; False where they weren't."""
         inputs = self._kept.inputs()
+        if self._together is not None:  # a trial is the job's affair, and its calls all ranks'
+            self._together.check()
+            return self.settled
         if self.settled or inputs is None or self._wants_call:
             return self.settled
         try:
@@ -214,6 +220,9 @@ class Life:
             self._proving.forked()
         if self._machine.is_over or not self.waiting:
             return
+        if self._together is not None:  # the parent is a rank, its child isn't
+            self._route.put(self._own)
+            return
 
         def again(*args: Any) -> Any:
             self._route.put(self._watch)
@@ -243,10 +252,26 @@ class Life:
             if inputs is None:
                 self.fail("a weight is gone")
                 return Next.NOTHING
-            self._answers = KeptAnswers.of(self._graph, self._report.data, self._kept, inputs)
+            if self._answers is None:
+                self._answers = KeptAnswers.of(self._graph, self._report.data, self._kept, inputs)
+                if self._together is not None:
+                    parts = self._answers.parts or {"graph": self._graph.graph.code}
+                    self._together.begin(parts, self._graph.frame)
+                    return Next.NOTHING
+            if self._follows:
+                return self._answered(self._found)
             known = self._answers.find() if self._may_look else None
             self._is_recalled = known is not None
             return self._answered(known) if known is not None else Next.ASK
+
+    def lead(self) -> None:
+        """Find out for all ranks what is the fastest."""
+        desk().submit(self)
+
+    def follow(self, answer: Answer) -> None:
+        """Take what another rank has found."""
+        self._found, self._follows = answer, True
+        desk().submit(self)
 
     def request(self, directory: Path) -> Request | Answer:
         """What to ask the workshop, or its answer where it can't be asked."""
@@ -260,6 +285,9 @@ class Life:
         return self._answered(answer)
 
     def _answered(self, answer: Answer) -> Next:
+        self._found = answer
+        if self._together is not None and not answer.again and answer.program is None:
+            self._together.answered(answer)
         if answer.dynamo_wins:
             self._dynamo_runs(answer.reports)
         elif answer.again:
@@ -293,11 +321,11 @@ class Life:
             return
 
         def keep(*args: Any) -> Any:
-            results = self._watch(*args)
+            results = self._watched(*args)
             with self._compiling:
                 if self._wants_call:
                     self._wants_call = False
-                    self._route.put(self._watch)
+                    self._route.put(self._watched)
                     try:
                         self._kept = self._graph.keep(args)
                     except CannotKeep as error:
@@ -349,6 +377,8 @@ class Life:
 
         if self._machine.change(GraphState.REFUSED, lambda: self._route.put(self._own), tell):
             self._report.over()
+        if self._together is not None:
+            self._together.failed(problem)
 
     def load(self) -> Next:
         """Make what was chosen anew in this process."""
@@ -376,7 +406,11 @@ class Life:
             self._report.note(f"tried anew: {error}")
             return Next.ASK
         if not isinstance(error, ComputesOtherwise):
-            self._compile_in_a_call(f"what was chosen can't be loaded: {error}")
+            problem = f"what was chosen can't be loaded: {error}"
+            if self._follows:
+                self.fail(problem)
+            else:
+                self._answered(Answer(problem=problem, only_here=True))
             return Next.NOTHING
         error.note_in(self._report.data, self.name)
         self.fail(str(error))
@@ -393,12 +427,12 @@ class Life:
         chosen = self._chosen = self._as_chosen(compiled, condition)
         for runner in compiled.runners:
             runner.on_trip = self._keep_that_eager_runs
-        if compiled.is_dynamo_graph:
+        if compiled.is_dynamo_graph and self._together is None:
             self._settle_on(self._own)
             self._report.settled(EAGER)
         elif compiled.budget is not None:
             keep, submit = self._graph.keep, self._ask_to_compare
-            self._proving = Proving(compiled, condition, self._watch, keep, submit)
+            self._proving = Proving(compiled, condition, self._watched, keep, submit)
             self._route.put(self._proving.run)
         else:
             self._begin_with_chosen(chosen)
@@ -412,7 +446,11 @@ class Life:
 
     def _begin_with_chosen(self, chosen: Chosen) -> None:
         """Let what was chosen answer calls, at first in turn with Dynamo's graph."""
-        if self._training or chosen.compiled.is_pinned:
+        if self._together is not None:
+            self._route.put(self._watched)
+            self._together.answered(self._found)
+            self._together.loaded()
+        elif self._training or chosen.compiled.is_pinned:
             # A call of the user's tells nothing of its backward; the workshop timed both together.
             # And what the user wants on a backend isn't there in Dynamo's graph.
             self._settle_on(chosen.run)
@@ -423,6 +461,18 @@ class Life:
         else:
             answers = chosen.in_turn_with(self._own, self._margin, self._decide)
             self._machine.change(GraphState.TRIALLING, lambda: self._route.put(answers))
+
+    def swap(self) -> Run:
+        """All ranks have what was chosen: let it answer calls, in a while."""
+        chosen = self._chosen
+        assert chosen is not None
+        is_own = chosen.compiled.is_dynamo_graph
+        answers = self._watching.before(self._own if is_own else chosen.run, self._route.put)
+        if not self._machine.change(GraphState.SETTLED):
+            return self._own  # it was found wrong meanwhile
+        self._kept.forget()
+        self._report.settled(EAGER if is_own else COMPILED)
+        return answers
 
     def _as_chosen(self, compiled: Compiled, condition: SizeCondition | None) -> Chosen:
         if condition is None:

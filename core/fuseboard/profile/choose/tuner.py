@@ -27,7 +27,6 @@ from fuseboard.lower.isolated import LoweringResult
 from fuseboard.profile.choose.candidates import Candidate, note_gain_of_preparing
 from fuseboard.profile.choose.errors import Errors
 from fuseboard.profile.choose.layouts import Layouts
-from fuseboard.profile.choose.ranks import Decide, decide_alone
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.timing import Timing
 from fuseboard.profile.choose.winner import choose
@@ -35,6 +34,7 @@ from fuseboard.profile.costs.database import Decision
 from fuseboard.profile.costs.rows import NOT_TRIED
 from fuseboard.profile.judge.copies import KeptCopies
 from fuseboard.profile.judge.replays import generators_put_back
+from fuseboard.ranks.decisions import Decide, decide_alone
 from fuseboard.report.settled import tell_settled
 from fuseboard.report.structured_trace import emit
 from fuseboard.run.checked import RegionChecks
@@ -317,7 +317,9 @@ class Tuner:
         chosen = self._decide(name)
         found = next((candidate for candidate in right if candidate.name == chosen), None)
         if found is None and chosen and right:
-            self._report.notes.append(f"rank 0 chose {chosen}, which isn't right on this rank")
+            self._report.notes.append(
+                f"the rank that leads chose {chosen}, which isn't right on this rank"
+            )
         return found or (right[0] if right and chosen else None)
 
     def _verify(

@@ -28,12 +28,12 @@ from fuseboard.contracts import Event, Measurement
 from fuseboard.errors import ContractError, containable
 from fuseboard.lower import background
 from fuseboard.partition.marks import MEMORY_BUDGET, mark_of
-from fuseboard.profile.choose.ranks import several_ranks
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.winner import choose
 from fuseboard.profile.costs.database import CandidateCost
 from fuseboard.profile.judge.copies import KeptCopies
 from fuseboard.profile.judge.replays import generators_put_back, without_anomaly_mode
+from fuseboard.ranks.job import several_ranks
 from fuseboard.report.choices import duration, size
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.report.instead import graph_runs_in_eager

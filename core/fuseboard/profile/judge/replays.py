@@ -10,13 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuseboard.beside import is_beside
-from fuseboard.ops.effects import only_raises
+from fuseboard.ops.effects import is_collective, only_raises
 from fuseboard.torch_api.nodes import graphs_in
-
-#: Namespaces of ops that talk to other processes, or move what others hold.
-_COLLECTIVES = frozenset(
-    {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem"}
-)
 
 #: Ops without results that only raise where something doesn't hold.
 _CHECKS = frozenset(
@@ -131,7 +126,7 @@ def _why_not(node: Node, owner: torch.nn.Module) -> str:
 
 def _why_not_op(node: Node, target: Any) -> str:
     schema = target._schema
-    if target.namespace in _COLLECTIVES:
+    if is_collective(target):
         return f"{target} is a collective: other processes would have to take part again"
     own = target.namespace in _TORCHS_OWN
     if not own and torch.Tag.nondeterministic_seeded in target.tags:

@@ -1,0 +1,1 @@
+"""The ranks of a distributed job compile the same: one measures, all follow."""

@@ -1,0 +1,96 @@
+"""How the ranks of a job talk: through the key-value store of their process group.
+
+Not by collectives: that needs no GPU, disturbs no collective of the job, has time limits, and names
+the ranks that are missing. Only ranks of the job, which run the same code, write there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pickle
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fuseboard.errors import RankError
+
+#: How long a rank that lives is waited for, in seconds: it may be compiling or measuring.
+WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process among the ranks that compile the same.
+
+    :param store: has ``set``, ``get``, ``check`` and ``add``.
+    :param limit_s: how long a rank may give no sign of life.
+    """
+
+    rank: int
+    size: int
+    name: str
+    store: Any
+    limit_s: float
+
+    def place(self, what: str) -> str:
+        """Where the next thing of this name is agreed on; equal on all ranks."""
+        with _counting:
+            number = _asked[self.name, what]
+            _asked[self.name, what] += 1
+        return f"fuseboard/{hashlib.sha256(what.encode()).hexdigest()[:16]}/{number}"
+
+    def post(self, key: str, value: Any) -> None:
+        """Write a value.
+
+        :raises RankError: the store is gone; so for the others.
+        """
+        self._ask("set", key, base64.b64encode(pickle.dumps(value)).decode())
+
+    def look(self, key: str, default: Any = None) -> Any:
+        """What is there; ``default`` where nothing is yet."""
+        if not self._ask("check", [key]):
+            return default
+        return pickle.loads(base64.b64decode(self._ask("get", key)))
+
+    def count(self, key: str, more: int = 1) -> int:
+        """How many there are with these."""
+        return int(self._ask("add", key, more))
+
+    def _ask(self, operation: str, *what: Any) -> Any:
+        try:
+            return getattr(self.store, operation)(*what)
+        except RuntimeError as error:  # torch's errors of stores are among them
+            raise RankError(
+                f"rank {self.rank} can't reach the job's store, which rank 0 or the launcher "
+                f"holds: it has ended, or the network failed ({error})"
+            ) from error
+
+
+#: How often each thing was asked for. Kept when a process group is gone: the next one may have its
+#: name and its store, and old entries must not be taken for new ones.
+_asked: Counter[tuple[str, str]] = Counter()
+_counting = threading.Lock()
+
+
+def job_of(limit_s: float) -> Job | None:
+    """The job of which this process is a rank; None where there are no other ranks."""
+    if not several_ranks():
+        return None
+    group = dist.group.WORLD
+    assert group is not None
+    store = group.get_group_store()
+    return Job(dist.get_rank(), dist.get_world_size(), str(group.group_name), store, limit_s)
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several of a job."""
+    return (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+        and dist.get_backend() != "fake"  # a group without other processes
+    )
