@@ -140,9 +140,8 @@ class Judge:
             self._eager(given)
         except containable():
             return None
-        weights = self._exported.weights.values()
         first = len(self._exported.symbols)
-        inputs[first : first + len(weights)] = weights
+        inputs[first:first] = self._exported.weights.values()
         return self._difference(made, budget, given, inputs)
 
     def _narrowed(self, interface: Interface, symbol: str, size: int) -> Given | None:

@@ -127,7 +127,7 @@ class _Maker:
             call, watch, condition = self._compiled(session, exported, real)
         assert call.pipeline.records is not None
         (record,) = call.pipeline.records
-        program = self._program(session, record, real, watch, condition)
+        program = self._program(exported, session, record, real, watch, condition)
         packed = _Packed(exported, program, record, session)
         interface = self._interface(exported)
         judge = Judge(self._model, self._given, exported, call.captured_graphs[0].graph, real)
@@ -227,6 +227,7 @@ class _Maker:
 
     def _program(
         self,
+        exported: Exported,
         session: Session,
         record: Record,
         real: Sequence[Any],
@@ -238,12 +239,13 @@ class _Maker:
         if tripped := [site.tripped for site in sites if site.tripped]:
             raise PackageError("model", f"{tripped[0]} failed in a call; the report says how")
         program = self._as_archives(runner.program, session, real)
+        first, count = len(exported.symbols), len(exported.weights)
         try:
             known = None if condition is None else condition.with_terms(watch)
         except NoCondition as error:
             raise PackageError("model", f"what was chosen can't be stored: {error}") from error
         return PackedProgram(
-            program.portable(runner.cloned),
+            program.portable(runner.cloned, range(first, first + count)),
             None if known is None else known.holds(),
             "" if known is None else known.described(),
         )

@@ -76,7 +76,6 @@ class PackagedModel:
     in a call, the graph runs op by op from then on, and a warning says so.
 
     :ivar manifest: what the package says of itself.
-    :ivar weights: name → parameter, buffer or constant.
     :ivar trip: how code failed in a call; "" while none did.
     """
 
@@ -90,40 +89,44 @@ class PackagedModel:
     ) -> None:
         self.manifest = manifest
         self.interface = interface
-        self.weights = weights
         self.trip = ""
-        held = tuple(weights.values())
-        self.fit = Fit(interface.signature, interface.symbols, held)
+        self.fit = Fit(interface.signature, interface.symbols)
         self._program = program
         self._read_eager = eager
         self._run = program.code.run
         self._lock = fork_safe_lock()
-        first = len(interface.symbols)
-        prepare = program.code.prepare
-        used = {place for _, places in prepare.functions for place in places}
-        #: Weights that values were prepared from, the versions that they had, and the values.
+        self._weights = weights
+        self._are_shown = False
+        first, held = len(interface.symbols), tuple(weights.values())
+        used = {place for _, places in program.code.prepare.functions for place in places}
         self._prepared_from = tuple(held[place - first] for place in sorted(used))
-        self._prepare_all()
+        self._prepare()
         outputs = interface.outputs
         is_leaf = interface.structure.is_leaf() and outputs[0].result is not None
         self._one = outputs[0].result if is_leaf else None
 
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Name → parameter, buffer or constant. What is written to them holds in later calls."""
+        self._are_shown = True
+        return self._weights
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's results.
 
-        :raises TypeError: these aren't the arguments that it was packaged for.
-        :raises ValueError: they, or what surrounds the call, aren't as it was packaged for.
+        :raises TypeError, ValueError: the arguments aren't of the kind that it was packaged for.
         """
         leaves = self.fit.leaves(args, kwargs)
-        inputs = self.fit.inputs(leaves)
-        if self._program.holds is not None and not self._program.holds(inputs):
-            raise ValueError(f"the package is for calls where {self._program.condition}")
+        given = self.fit.inputs(leaves)
+        program = self._program
+        if program.holds is not None and not program.holds(self._all_inputs(given)):
+            raise ValueError(f"the package is for calls where {program.condition}")
         if not self.interface.writes:
-            results = self._computed(inputs)
+            results = self._computed(given)
             return results[self._one] if self._one is not None else self._returned(results, leaves)
         self._refuse_overlaps(leaves)
         with self._lock:
-            results = self._computed(inputs)
+            results = self._computed(given)
             with torch.no_grad():
                 for number, target in self.interface.writes:
                     self._target(target, leaves).copy_(results[number])
@@ -135,36 +138,47 @@ class PackagedModel:
         )
         return f"<fuseboard package of {self.manifest['model']}({given})>"
 
-    def _computed(self, inputs: list[Any]) -> Sequence[Any]:
-        if tuple(map(version_of, self._prepared_from)) != self._versions:
-            self._prepare_all()
+    def _computed(self, given: list[Any]) -> Sequence[Any]:
+        # Nobody else can write to weights that nobody else has been given.
+        if self._are_shown and self._versions != self._versions_now():
+            self._prepare()
         try:
-            return self._run([*inputs, self._values])
+            return self._run([*given, *self._held])
         except containable() as error:
-            return self._eagerly(inputs, error)
+            return self._eagerly(given, error)
 
-    def _prepare_all(self) -> None:
-        self._versions = tuple(map(version_of, self._prepared_from))
-        symbols = [None] * len(self.interface.symbols)
+    def _all_inputs(self, given: list[Any]) -> list[Any]:
+        first = len(self.interface.symbols)
+        return [*given[:first], *self._weights.values(), *given[first:]]
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple(map(version_of, self._prepared_from))
+
+    def _prepare(self) -> None:
+        """Make what a call takes beside its arguments: weights, and what is prepared from them."""
+        code, versions = self._program.code, self._versions_now()
+        inputs = [*self.interface.symbols, *self._weights.values()]
         with torch.no_grad():
-            self._values = self._program.code.prepare([*symbols, *self.weights.values()])
+            values = code.prepare(inputs)
+        self._held = (*(inputs[number] for number in code.takes[1]), values)
+        self._versions = versions  # at last: another thread may call meanwhile
 
-    def _eagerly(self, inputs: list[Any], error: BaseException) -> Sequence[Any]:
+    def _eagerly(self, given: list[Any], error: BaseException) -> Sequence[Any]:
         """The graph op by op, in this call and in later ones; what it raises is the user's own."""
         boxed = self._read_eager()
+        count = len(self._held)
 
         def run(args: list[Any]) -> Sequence[Any]:
-            args.pop()  # prepared values
-            return boxed(args)
+            return boxed(self._all_inputs(args[:-count]))
 
-        results = run([*inputs, ()])
+        results = run([*given, *self._held])
         self.trip = error_text(error)
         self._run = run
         log.warning("fuseboard: %r failed and runs in eager from now on: %s", self, self.trip)
         return results
 
     def _target(self, target: int | str, leaves: Sequence[Any]) -> torch.Tensor:
-        return self.weights[target] if isinstance(target, str) else leaves[target]
+        return self._weights[target] if isinstance(target, str) else leaves[target]
 
     def _returned(self, results: Sequence[Any], leaves: Sequence[Any]) -> Any:
         values = [
@@ -185,7 +199,7 @@ class PackagedModel:
         if not written:
             return
         addresses: dict[int, int] = {
-            weight.untyped_storage().data_ptr(): -1 for weight in self.weights.values()
+            weight.untyped_storage().data_ptr(): -1 for weight in self._weights.values()
         }
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) or not leaf.numel():
@@ -213,7 +227,7 @@ class CompiledPackage:
     ) -> None:
         self.manifest = manifest
         self._signature = signature
-        self._fit = Fit(signature, (), ())
+        self._fit = Fit(signature, ())
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -158,14 +158,12 @@ class Signature:
 
 
 class Fit:
-    """Brings the arguments of calls into the order of a program's inputs, if they fit.
+    """Makes a program's inputs of the arguments of calls, if they fit.
 
-    :ivar symbols: the values of these come first, then the weights, then the tensors.
+    :ivar symbols: the values of these come before the tensors.
     """
 
-    def __init__(
-        self, signature: Signature, symbols: Sequence[str], weights: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, signature: Signature, symbols: Sequence[str]) -> None:
         self._signature = signature
         self._structure = signature.structure
         given = signature.arguments
@@ -176,8 +174,7 @@ class Fit:
             and all(one.is_leaf() for one in signature.structure.child(1).children())
         )
         self._symbols = tuple(symbols)
-        self._weights = tuple(weights)
-        self._quick = _quick_inputs(signature, self._symbols, self._weights)
+        self._quick = _quick_inputs(signature, self._symbols)
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The leaves of a call's arguments.
@@ -195,7 +192,7 @@ class Fit:
         return leaves
 
     def inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """The program's inputs.
+        """The program's inputs, but for the weights.
 
         :raises TypeError: a leaf isn't what it has to be.
         :raises ValueError: a tensor has another size, or an unfit layout; or the call's
@@ -238,7 +235,7 @@ class Fit:
                     f"the size {symbol} is {number}; the package was made for {low} to {most}"
                 )
         _refuse_surroundings()
-        return [*(known[symbol] for symbol in self._symbols), *self._weights, *tensors]
+        return [*(known[symbol] for symbol in self._symbols), *tensors]
 
     def _check(self, leaf: Any, form: LeafForm) -> None:
         if type(leaf) is not torch.Tensor and type(leaf) is not torch.nn.Parameter:
@@ -271,9 +268,7 @@ class Fit:
         )
 
 
-def _quick_inputs(
-    signature: Signature, symbols: Sequence[str], weights: Sequence[torch.Tensor]
-) -> Callable[..., list[Any] | None]:
+def _quick_inputs(signature: Signature, symbols: Sequence[str]) -> Callable[..., list[Any] | None]:
     """A function of a call's leaves: the program's inputs where nothing has to be done to them.
 
     None where something has, or where something doesn't fit, as :meth:`Fit.inputs` tells then.
@@ -307,9 +302,7 @@ def _quick_inputs(
                 upper = "" if high is None else f" <= {high}"
                 conditions.append(f"{low} <= ({size} := {here}){upper}")
     source.line(f"if {' and '.join([*conditions, *derived])}:")
-    held = source.bind_apart(weights, "weights")
-    given = [*symbols, *([f"*{held}"] if weights else []), *tensors]
-    source.line(f"return [{', '.join(given)}]", 2)
+    source.line(f"return [{', '.join([*symbols, *tensors])}]", 2)
     source.line("return None")
     return source.function("quick_inputs", ", ".join(names))
 

@@ -48,11 +48,13 @@ class Preparing:
 class PortableProgram:
     """A program without containment and without a look at its weights.
 
-    :ivar run: boxed; takes the graph's inputs, then the tuple of prepared values.
-    :ivar prepare: makes these from the graph's inputs.
+    :ivar run: boxed; takes some of the graph's inputs, then the tuple of prepared values.
+    :ivar takes: which: those of the inputs that come with each call, then of the weights.
+    :ivar prepare: makes the values from the graph's inputs.
     """
 
     run: Boxed
+    takes: tuple[tuple[int, ...], tuple[int, ...]]
     prepare: Preparing
 
 

@@ -169,23 +169,30 @@ class Program:
         source.spans.clear()  # it may be timed, and spans take time
         return source.function(name, "args")
 
-    def portable(self, cloned: frozenset[int]) -> PortableProgram:
+    def portable(self, cloned: frozenset[int], weights: range) -> PortableProgram:
         """The program for another process.
 
         :param cloned: positions of outputs that are cloned.
+        :param weights: positions of the inputs that don't come with each call.
         """
+        inputs = self.context.graph.graph.find_nodes(op="placeholder")
+        used = {site.cut.inputs[i] for site in self.sites for i in site.lowered.keeps}
+        used.update(one for node in self.context.board_nodes for one in node.all_input_nodes)
+        used.update(one for one in self.context.results if isinstance(one, Node))
+        given = tuple(number for number in range(len(inputs)) if number not in weights)
+        held = tuple(number for number in weights if inputs[number] in used)
         source = Source()
         name = source.unique("packaged")
         self._values = source.unique("prepared")
         source.line(f"{self._values} = args.pop()")
-        names, _ = self._open(source)
+        names, _ = self._open(source, [inputs[number] for number in (*given, *held)])
         self._write_body(source, names, 1, None, contained=False, local="", copies=True)
         source.line(f"return {self._result(source, names, cloned)}")
         source.spans.clear()
-        inputs = self.context.graph.graph.find_nodes(op="placeholder")
         places = [inputs.index(node) for node in self._weights]
         prepares = [(one, tuple(places[i] for i in used)) for one, used in self._prepares]
-        return PortableProgram(source.function(name, "args"), Preparing(tuple(prepares)))
+        run = source.function(name, "args")
+        return PortableProgram(run, (given, held), Preparing(tuple(prepares)))
 
     def _contained(
         self,
@@ -225,11 +232,16 @@ class Program:
         self._write_except(source, handlers, site_local, inputs if contained else "")
         return source.function(name, "args")
 
-    def _open(self, source: Source) -> tuple[dict[Node, str], str]:
-        """Unpack the inputs and name the constants; also all inputs as one text."""
+    def _open(
+        self, source: Source, inputs: Sequence[Node] | None = None
+    ) -> tuple[dict[Node, str], str]:
+        """Unpack the inputs and name the constants; also all inputs as one text.
+
+        :param inputs: those that come; None: all of the graph's.
+        """
         names: dict[Node, str] = {}
         graph = self.context.graph
-        placeholders = graph.graph.find_nodes(op="placeholder")
+        placeholders = graph.graph.find_nodes(op="placeholder") if inputs is None else inputs
         for node in placeholders:
             names[node] = source.unique(node.name)
         for node in graph.graph.find_nodes(op="get_attr"):
@@ -380,6 +392,7 @@ class Program:
             else:
                 # Inputs with no further reader are freed by the region itself, as it reads them.
                 handed_over = set() if checks is not None else set(step.cut.inputs) & set(ended)
+                handed_over &= names.keys()  # a portable program has no inputs that it doesn't read
                 function = None if copies or checks is not None else step.in_place
                 if function is not None:
                     self._write_in_place(source, names, indent, step, function)
