@@ -16,6 +16,7 @@ from benchmarks import (
     compile_time,
     decode,
     losses,
+    package,
     pairs,
     partitioning,
     plot,
@@ -158,6 +159,24 @@ def imports_command(
         finding = claims.import_finding(measure_imports(repeats, status.update))
     console.print(results.findings_table([finding]))
     _write(out, results.document("imports", machine, FULL, [finding], complete=True))
+
+
+@app.command("package")
+def package_command(
+    repeats: Annotated[int, typer.Option(min=1, help="Processes of each kind.")] = package.REPEATS,
+    out: Out = RESULTS,
+) -> None:
+    """Measure a package's start-up beside warm Inductor's, its call beside ONNX Runtime's own."""
+    machine = _begin()
+    with console.status("package") as status:
+        cost = package.measure_package(repeats, status.update)
+    console.print(
+        f"first result of a BERT, after torch is imported: {cost.loaded_s.value:.2f} s loaded, "
+        f"{cost.inductor_s.value:.2f} s by Inductor with filled caches\n"
+        f"call of an MLP: {cost.call_us:.0f} us packaged, {cost.direct_us:.0f} by ONNX Runtime "
+        f"directly: {cost.ratio:.3f} (CPU time of one thread)"
+    )
+    _write(out, results.document("package", machine, FULL, [cost], complete=True))
 
 
 @app.command("compile-time")
