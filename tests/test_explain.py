@@ -83,6 +83,16 @@ def logged(function):
     return wrapper
 
 
+def passed_on(function):
+    """A decorator that knows no names of arguments."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
 class Decorated(nn.Module):
     @logged
     @logged
@@ -90,11 +100,20 @@ class Decorated(nn.Module):
         return torch.relu(x)
 
 
-def test_a_decorated_forward_is_named_by_its_class():
+class PassedOn(nn.Module):
+    @passed_on
+    @logged
+    def forward(self, x):
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize("model", [Decorated, PassedOn])
+@pytest.mark.whole
+def test_a_decorated_forward_is_named_by_its_class(model):
     """The frame is the author's function, not the decorator's, which many models share."""
-    (graph,) = fuseboard.explain(Decorated(), torch.randn(3, 5)).graphs
-    line = Decorated.forward.__wrapped__.__wrapped__.__code__.co_firstlineno
-    assert graph.frame.endswith(f"Decorated.forward ({__file__}:{line})")
+    (graph,) = fuseboard.explain(model(), torch.randn(3, 5)).graphs
+    line = model.forward.__wrapped__.__wrapped__.__code__.co_firstlineno
+    assert graph.frame.endswith(f"{model.__name__}.forward ({__file__}:{line})")
 
 
 def test_graphs_have_regions_ops_and_source_lines():

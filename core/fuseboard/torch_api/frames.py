@@ -39,8 +39,13 @@ def _decorated(code: CodeType) -> CodeType:
 
     All models of transformers have such a one, whose code would give them all one name.
     """
-    module = getattr(_root_translator(), "f_locals", {}).get("self")
-    forward: Any = getattr(type(module), "forward", None)
+    root = _root_translator()
+    if root is None:
+        return code
+    names = inspect.getargs(root.f_code)
+    first = [root.f_locals.get(name) for name in names.args[:1]]
+    first += root.f_locals.get(names.varargs, ())[:1]  # a decorator's (*args, **kwargs)
+    forward: Any = getattr(type(first[0]), "forward", None) if first else None
     made = inspect.unwrap(forward, stop=lambda one: getattr(one, "__code__", None) is code)
     if getattr(made, "__code__", None) is not code:
         return code
