@@ -240,6 +240,23 @@ def test_a_tensor_joined_with_an_empty_one_is_laid_out_as_eagers(backends):
 
 
 @pytest.mark.thorough
+def test_values_that_no_first_call_had_are_eagers():
+    """NaN times 0 is NaN, as in ``softshrink``; rests are those of exact quotients."""
+
+    def run(x, y):
+        return x * 0, torch.nn.functional.softshrink(x), torch.remainder(x, y), x % 0.1
+
+    fn = compiled(run, "inductor", settle="first_call")
+    fn(rnd(5), rnd(5).abs() + 1)
+    x = torch.tensor([float("nan"), float("inf"), 1e7, 2.0, -2.0])
+    y = torch.tensor([1.0, 2.0, 0.3, float("inf"), float("inf")])
+    torch.testing.assert_close(fn(x, y), run(x, y), equal_nan=True)
+    tenths = torch.tensor(0.1).double()
+    precise = torch.remainder(x.double(), tenths).float()
+    torch.testing.assert_close(fn(x, y)[3], precise, equal_nan=True)
+    assert not all_trips()
+
+
 def test_the_key_of_its_cache_tells_the_strides_of_the_results(directory, monkeypatch):
     """An equal graph that somebody else compiled may have others."""
     from torch._inductor import compile_fx

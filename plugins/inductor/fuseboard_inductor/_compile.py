@@ -34,7 +34,8 @@ def decomposition_table(random: str) -> dict[Any, Callable[..., Any]]:
     cat = torch.ops.aten.cat.default
     if cat in table:
         table[cat] = functools.partial(_cat, table[cat])
-    return table
+    remainder = torch.ops.aten.remainder
+    return table | {remainder.Tensor: _remainder, remainder.Scalar: _remainder}
 
 
 def _cat(decomposed: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -43,6 +44,18 @@ def _cat(decomposed: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -
     if not isinstance(result, torch.Tensor):
         return result
     return result.clone(memory_format=torch._prims_common.suggest_memory_format(result))
+
+
+def _remainder(value: Any, divisor: Any) -> Any:
+    """As ATen's kernel: Inductor's vectorised one takes a rounded quotient times the divisor off.
+
+    Of an infinite divisor that is NaN, and of a large quotient it is off by more than a rounding.
+    """
+    if not torch.result_type(value, divisor).is_floating_point:
+        return NotImplemented
+    rest = torch.fmod(value, divisor)
+    is_other_sign = (rest < 0) != (divisor < 0)
+    return torch.where((rest != 0) & is_other_sign, rest + divisor, rest)
 
 
 def joint_passes(graph: GraphModule, random: str) -> list[Fusion]:
@@ -66,6 +79,9 @@ def joint_passes(graph: GraphModule, random: str) -> list[Fusion]:
 def joint_graph_passes(graph: GraphModule) -> GraphModule:
     from torch._inductor import compile_fx
 
+    for one in graph.modules():
+        if isinstance(one, GraphModule):
+            _keep_products_with_zero(one)
     passes = compile_fx._recursive_joint_graph_passes
     keywords: dict[str, Any] = {}
     accepted = inspect.signature(passes).parameters
@@ -76,6 +92,23 @@ def joint_graph_passes(graph: GraphModule) -> GraphModule:
     with _fallbacks.without_warning():
         result = passes(graph, **keywords)
     return graph if result is None else result
+
+
+def _keep_products_with_zero(graph: GraphModule) -> None:
+    """Multiply floats by the float 0: products with the integer are folded into zeros.
+
+    Those of NaN and infinities are NaN (torch 2.13, ``UniformValueConstantFolder``'s peepholes);
+    ``softshrink`` is taken apart into one for that reason.
+    """
+    for target in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar):
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and (
+                value.is_floating_point() or value.is_complex()
+            ):
+                node.args = tuple(
+                    0.0 if isinstance(arg, int) and arg == 0 else arg for arg in node.args
+                )
 
 
 def _device_of(graph: GraphModule) -> torch.device:
