@@ -20,6 +20,7 @@ from benchmarks import (
     pairs,
     partitioning,
     plot,
+    ranks,
     results,
     settling,
     suite,
@@ -267,6 +268,19 @@ def decode_command(
             complete = len(done) == total
             _write(out, results.document("decode", machine, FULL, done, complete=complete))
             console.print(decode.decoding_table([one]))
+
+
+@app.command("ranks")
+def ranks_command(
+    size: Annotated[int, typer.Option(help="How many ranks, from 2.", min=2)] = 2,
+    out: Out = RESULTS,
+) -> None:
+    """A step of training under DDP on several ranks, beside Inductor and eager."""
+    machine = _begin()
+    with console.status("ranks") as status:
+        done = ranks.measure_ranks(size, status.update)
+    console.print(ranks.ranks_table(done, size))
+    _write(out, results.document("ranks", machine, FULL, done, complete=True))
 
 
 @app.command("budget")
