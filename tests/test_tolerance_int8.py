@@ -218,3 +218,14 @@ def test_inductor_compiles_it_too():
     assert rows()["inductor in int8"].error < 3e-2
     assert rows()["inductor in int8"].state in ("chosen", "slower")
     assert not report().trips
+
+
+def test_what_kernels_do_is_found_under_any_default_dtype():
+    """A program that sets float64 has the same backends."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = formats.cuts_off_int8_sums.__wrapped__()
+    finally:
+        torch.set_default_dtype(before)
+    assert found == formats.cuts_off_int8_sums()

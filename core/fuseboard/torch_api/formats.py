@@ -48,7 +48,7 @@ def cuts_off_int8_sums() -> bool:
     with real_tensors():
         x = torch.full((16, 64), 255, dtype=torch.uint8, device="cpu")
         weight = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
-        scales = torch.ones(32, device="cpu")
+        scales = torch.ones(32, dtype=torch.float32, device="cpu")  # whatever the default is
         zeros = torch.zeros(32, dtype=torch.int32, device="cpu")
         packed = operators.qlinear_prepack(weight, [16, 64])
         further: Any = (None, 1.0, 0, torch.float32, "none", [], "")
