@@ -201,3 +201,18 @@ def test_without_a_tolerance_nothing_changes():
     with torch.no_grad():
         assert torch.equal(compiled(module, tolerance=0)(x), module(x))
     assert list(rows()) == ["eager"] or not any("int4" in name for name in rows())
+
+
+def test_a_model_with_other_weights_is_decided_on_by_itself():
+    """Its graph is the same, and what is exact enough for the first isn't for the second."""
+    x = torch.randn(1, 64)
+    for weight, state in ((on_grid(64, 64), "chosen"), (torch.randn(64, 64) / 8, "inexact")):
+        torch._dynamo.reset()
+        ledger.clear()
+        module = model(weight)
+        with torch.no_grad():
+            got, want = compiled(module)(x), module.double()(x.double())
+        assert float((got - want).norm() / want.norm()) < 2e-2
+        assert rows()["eager in int4"].state == state
+        assert report().decided == "measured in a call"
+        assert not report().trips

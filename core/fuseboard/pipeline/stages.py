@@ -471,8 +471,11 @@ class Pipeline:
         tuner.start(defers=defers(session, staged.graph))
 
     def _stored(self, staged: StagedGraph) -> StoredDecision:
+        positions = sorted(staged.weight_positions)
+        placeholders = staged.captured.graph.find_nodes(op="placeholder")
+        weights = self.example_inputs.behind(placeholders, positions)
         return StoredDecision.of(
-            self.session, staged.captured, staged.kind, staged.weight_positions, staged.report
+            self.session, staged.captured, staged.kind, positions, staged.report, weights.values()
         )
 
     def _strict_lowering(self, staged: StagedGraph) -> Lowering:

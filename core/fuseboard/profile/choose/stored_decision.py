@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,11 +29,16 @@ from fuseboard.profile.costs.database import (
     decision_key,
 )
 from fuseboard.profile.costs.rows import NOT_TRIED
+from fuseboard.ranks.job import several_ranks
 from fuseboard.report.data import CandidateReport, GraphReport
 from fuseboard.torch_api.call_sizes import CallSizes
+from fuseboard.torch_api.internals import real_tensors
 from fuseboard.totals import differing
 
 Level = Literal["graph", "step", "capture", "call"]
+
+#: Elements of each weight, at least, that tell it from others.
+_SAMPLED = 256
 
 #: Settings that change which candidates there are, or what is right.
 _SETTINGS = (
@@ -76,14 +82,17 @@ class StoredDecision:
         kind: GraphKind,
         static: Collection[int],
         report: GraphReport,
+        weights: Iterable[torch.Tensor] = (),
     ) -> StoredDecision:
         """That of a graph as captured.
 
         :param static: positions of its inputs that are weights.
+        :param weights: real ones, as far as they are known.
         """
         costs = database(session.settings)
         try:
-            parts = {**graph_parts(graph, kind, sorted(static)), **_session_parts(session)}
+            of_graph = graph_parts(graph, kind, sorted(static))
+            parts = {**of_graph, **_session_parts(session), **_weight_parts(session, weights)}
         except NotCacheable as error:
             if (note := f"its decision isn't kept: {error}") not in report.notes:
                 report.notes.append(note)
@@ -110,7 +119,9 @@ class StoredDecision:
         costs = database(session.settings)
         try:
             of_call = call_parts(graph, inputs, sorted(static), sizes)
+            weights = [one for one in inputs if isinstance(one, torch.nn.Parameter)]
             parts = {**of_call, "around the call": around, **_session_parts(session)}
+            parts |= _weight_parts(session, weights)
         except NotCacheable:
             return cls(costs, None, report, "call")
         return cls(costs, parts, report, "call")
@@ -201,6 +212,27 @@ class StoredDecision:
         problem = self.database.problem
         if problem and problem not in self.report.notes:
             self.report.notes.append(problem)
+
+
+def _weight_parts(session: Session, weights: Iterable[torch.Tensor]) -> dict[str, str]:
+    """Some elements of weights, where an error is allowed: how large it is depends on them.
+
+    A model of the same graph with other weights is decided on by itself. Ranks of a job may have
+    different ones, and are to agree: none are looked at there.
+    """
+    tolerance = session.settings.tolerance
+    if several_ranks() or not (
+        any(tolerance.values()) if isinstance(tolerance, dict) else tolerance
+    ):
+        return {}
+    digest = hashlib.sha256()
+    with torch.no_grad(), real_tensors():
+        for weight in weights:
+            if weight.layout == torch.strided:
+                step = max(1, weight.numel() // _SAMPLED)
+                some = weight.detach().reshape(-1)[::step].contiguous().cpu()
+                digest.update(some.view(torch.uint8).numpy().tobytes())
+    return {"weights": digest.hexdigest()}
 
 
 def _session_parts(session: Session) -> dict[str, str]:
