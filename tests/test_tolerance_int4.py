@@ -155,7 +155,7 @@ def test_other_weights_are_in_another_format(monkeypatch):
     """In the narrowest with which all is within the budget: not in int8, if bfloat16 must do."""
     monkeypatch.setattr(formats, "has_products_of", lambda dtype, _: dtype == torch.bfloat16)
     module, x = mixed()
-    for tolerance, rest in ((2e-2, "int8"), (8e-3, "bfloat16")):
+    for tolerance, rest in ((5e-2, "int8"), (1.2e-2, "bfloat16")):
         torch._dynamo.reset()
         ledger.clear()
         name = f"eager partly in int4, else in {rest}"
@@ -179,7 +179,7 @@ def test_a_later_process_takes_both_formats(monkeypatch):
         torch._dynamo.reset()
         ledger.clear()
         with torch.no_grad():
-            results.append(compiled(module)(x))
+            results.append(compiled(module, tolerance=5e-2)(x))
         assert rows()["eager partly in int4, else in int8"].state == "chosen"
         assert report().decided == decided
         monkeypatch.setattr(narrowing_stage, "Judge", None)

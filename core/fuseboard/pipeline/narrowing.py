@@ -18,6 +18,7 @@ from fuseboard.lower.guards import watching_guards
 from fuseboard.partition.pins import Pins
 from fuseboard.pipeline.mixing import (
     SHARE_OF_PART,
+    SHARE_WITH_REST,
     Judge,
     Place,
     by_worth,
@@ -287,7 +288,7 @@ def _narrowed_further(
         if any(name in part.exact for place in other.places for name in place):
             both = _with_rest(part, other)
             error = judge.error(both.graph)
-            if not part.budget.excess_at_choice(error):
+            if error <= SHARE_WITH_REST * part.budget.tolerance:
                 return replace(both, error=error)
     return part
 
