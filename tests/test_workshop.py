@@ -780,9 +780,9 @@ model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
 run = torch.compile(model, backend="fuseboard")
 with torch.no_grad():
     run(torch.randn(8, 64))
-while desk()._workshop._child is None:
+while desk().workshop._child is None:
     time.sleep(0.01)
-print(desk()._workshop._child.pid, flush=True)
+print(desk().workshop._child.pid, flush=True)
 time.sleep({seconds})
 {end}
 """
