@@ -120,12 +120,7 @@ def _rewrite(graph: GraphModule, plan: Plan, signature: str) -> None:
     their own.
     """
 
-    def run_session(*args: Any) -> Any:
-        raise AssertionError("a rewritten region is lowered, never run as a graph")
-
-    session_of = _SessionOf(plan, signature)
-    run_session.cache_key = signature  # type: ignore[attr-defined]
-    run_session.plan = plan  # type: ignore[attr-defined]
+    session_of, run_session = _SessionOf(plan, signature), _RunSession(plan, signature)
     output = graph.graph.output_node()
     results = output.args[0]
     values = [node.meta["val"] if isinstance(node, Node) else None for node in results]
@@ -161,10 +156,22 @@ class _SessionOf:
         return self.plan.session(weights)
 
 
+@dataclass(eq=False)
+class _RunSession:
+    """What a graph calls to run a session."""
+
+    plan: Plan
+    cache_key: str
+    __name__: ClassVar[str] = "run_session"
+
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError("a rewritten region is lowered, never run as a graph")
+
+
 def _run_node(graph: GraphModule) -> Node | None:
     """The call of a session in a rewritten graph."""
     for node in graph.graph.nodes:
-        if node.op == "call_function" and hasattr(node.target, "plan"):
+        if isinstance(node.target, _RunSession):
             return node
     return None
 
