@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
+from fuseboard.ahead import file as package_file
 from fuseboard.cli.main import app
 from fuseboard.contracts import BackendInfo, Region
+from fuseboard.errors import PackageError
+from fuseboard.files import replacing
 from fuseboard.lower.artifacts import ARTIFACT, Key, Store
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
 from fuseboard.lower.machine import code_hash
+from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.totals import differing, totals
+from fuseboard.workshop.admission import _is_writable
+from tests.support.costs import decision
 
 PARTS = {
     "backend": "fake",
@@ -349,3 +359,38 @@ def test_files_of_others_are_left_alone(filled):
     foreign.write_text("mine")
     cache("clear")
     assert foreign.read_text() == "mine"
+
+
+# --- who may write there --------------------------------------------------------------------------
+
+
+def test_no_directory_can_be_written_by_others(tmp_path):
+    """Nor one on the way that is made with it, whoever makes it first: what is there is run."""
+    before = os.umask(0o002)
+    try:
+        made = [tmp_path / name / "home" / "artifacts" for name in "abc"]
+        with Store(made[0], 10**6).alone(key(), 0):
+            Store(made[0], 10**6).put(key(), b"code", {})
+        assert _is_writable(Store(made[1], 10**6))
+        Store(made[1], 10**6).put(key(), b"code", {})
+        CostDatabase(made[2]).record(decision())
+        found = [path for path in tmp_path.rglob("*") if path.is_dir()]
+        assert len(found) == 12
+        assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o700}
+    finally:
+        os.umask(before)
+
+
+def test_an_error_is_told_though_nothing_can_be_removed(tmp_path, monkeypatch):
+    """On a read-only disk the removal of what was never made fails, too."""
+
+    def refused(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for what in ("open", "unlink", "mkdir"):
+        monkeypatch.setattr(Path, what, refused)
+    monkeypatch.setattr(zipfile, "ZipFile", refused)
+    with pytest.raises(PackageError, match=r"'/nowhere/m\.fbp' can't be written: Read-only"):
+        package_file.write(Path("/nowhere/m.fbp"), {}, {})
+    with pytest.raises(OSError, match="Read-only"), replacing(tmp_path / "pack.zip"):
+        refused()

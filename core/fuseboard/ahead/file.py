@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import re
-import stat
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fuseboard.errors import PackageError
+from fuseboard.files import allow_owner_alone, replacing
 from fuseboard.trust import why_not_trusted
 
 FORMAT = 2
@@ -46,19 +46,14 @@ def write(path: Path, manifest: dict[str, Any], members: Mapping[str, Write]) ->
         the writers return is put there as well, under ``returned``.
     :raises PackageError: it can't be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with unfinished.open("w+b") as file:
+        with replacing(path) as unfinished, unfinished.open("x+b") as file:
             _write(file, manifest, members)
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            os.fchmod(file.fileno(), mode & ~0o022)  # whoever can write it decides what runs
+            allow_owner_alone(unfinished)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
     except OSError as error:
         raise PackageError("file", f"{str(path)!r} can't be written: {error.strerror}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _write(file: Any, manifest: dict[str, Any], members: Mapping[str, Write]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from fuseboard.board import Session, board
 from fuseboard.config import resolve
 from fuseboard.contracts import Region
 from fuseboard.errors import PackageError, containable
+from fuseboard.files import replacing
 from fuseboard.lower.guards import keeping_sizes
 from fuseboard.ops.views import view_chain
 from fuseboard.pipeline.graph_call import GraphCall
@@ -132,22 +132,19 @@ class _Maker:
         interface = self._interface(exported)
         judge = Judge(self._model, self._given, exported, call.captured_graphs[0].graph, real)
         interface = judge.with_targets(interface)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-        try:
+        with replacing(path) as unfinished:
             self._write(unfinished, packed, interface)
             made = make_model(unfinished)
             if problem := judge.difference(made, record.runner.budget):
                 raise PackageError("model", f"what was made isn't the model: {problem}")
-            ranges = judge.ranges(made, interface, record.runner.budget)
+            try:
+                ranges = judge.ranges(made, interface, record.runner.budget)
+            except Unequal as error:
+                raise PackageError("model", f"what was made isn't the model: {error}") from error
             if ranges != interface.signature.ranges:
                 signature = replace(interface.signature, ranges=ranges)
                 interface = replace(interface, signature=signature)
                 self._write(unfinished, packed, interface)
-            unfinished.replace(path)
-        except Unequal as error:
-            raise PackageError("model", f"what was made isn't the model: {error}") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def _refuse(self) -> None:
         if torch_modes.autocast_is_on():

@@ -20,12 +20,12 @@ import os
 import re
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuseboard.files import TEMPORARY, make_private, replacing
 from fuseboard.profile.costs.database import remote_of
 from fuseboard.remote_cache import RemoteCache
 from fuseboard.totals import Missed, differing, totals
@@ -44,8 +44,7 @@ _HEAD_AT = len(MAGIC) + _LENGTH_BYTES + _CHECKSUM_BYTES
 #: Of an artifact's file: its key's stem, and which of the entries of one key it is.
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}([0-9a-f]{8})?\.artifact")
 
-ARTIFACT, CRASH, TRIED, ASIDE, TEMPORARY = ".artifact", ".crash", ".tried", ".aside", ".tmp"
-LOCK = ".lock"
+ARTIFACT, CRASH, TRIED, ASIDE, LOCK = ".artifact", ".crash", ".tried", ".aside", ".lock"
 #: Files that somebody began to write, and that nobody will finish, are removed after this time.
 _ABANDONED_S = 3600.0
 
@@ -265,8 +264,9 @@ class Store:
     def whole_files(self) -> Iterator[tuple[Artifact, bytes]]:
         """Every artifact that is whole, with the content of its file."""
         for path in self._files(None, f"*{ARTIFACT}"):
-            if (found := self._read(path)) is not None:
-                yield found, path.read_bytes()
+            with contextlib.suppress(FileNotFoundError):  # another process removed it since
+                if (found := self._read(path)) is not None:
+                    yield found, path.read_bytes()
 
     @contextlib.contextmanager
     def alone(self, key: Key, wait_s: float) -> Iterator[bool]:
@@ -279,7 +279,7 @@ class Store:
         waited = False
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):
-                lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_private(lock.parent)
                 try:
                     held.enter_context(_alone(lock, time.monotonic()))
                 except BlockingIOError:
@@ -297,21 +297,13 @@ class Store:
         return self._write(path, record)
 
     def _write(self, path: Path, *pieces: bytes) -> str:
-        own = f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
-        temporary = path.with_name(own)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.parent.mkdir(exist_ok=True)
-            with temporary.open("xb") as file:
+            make_private(path.parent)
+            with replacing(path) as unfinished, unfinished.open("xb") as file:
                 file.writelines(pieces)
-            os.replace(temporary, path)
         except OSError as error:
             self._tell("nothing can be stored in it", error)
             return f"{self.directory} can't be written: {error.strerror or error}"
-        finally:
-            # It is there only if something came in between, Ctrl-C included.
-            with contextlib.suppress(OSError):
-                temporary.unlink()
         return ""
 
     def set_aside(self, path: Path, why: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
-import uuid
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuseboard.errors import error_text
+from fuseboard.files import allow_owner_alone, replacing
 from fuseboard.lower.artifacts import Store, remote_path, whole_artifact
 from fuseboard.profile.costs import database
 from fuseboard.profile.costs.database import CostDatabase
@@ -54,16 +53,14 @@ def written(address: str) -> Iterator[RemoteCache]:
         if target.problem:
             return
         path = Path(address)
-        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
-            with zipfile.ZipFile(unfinished, "x") as archive:
-                for file in sorted(Path(folder).rglob("*.*")):
-                    archive.write(file, file.relative_to(folder))
-            os.replace(unfinished, path)
+            with replacing(path) as unfinished:
+                with zipfile.ZipFile(unfinished, "x") as archive:
+                    for file in sorted(Path(folder).rglob("*.*")):
+                        archive.write(file, file.relative_to(folder))
+                allow_owner_alone(unfinished)
         except OSError as error:
             target.problem = error_text(error)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
 
 def read_from(address: str, trusts: bool) -> RemoteCache:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from fuseboard.board import Session, board
 from fuseboard.capture.unfit_graphs import may_save_inference_tensors
+from fuseboard.files import make_private
 from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.ops.effects import is_collective
 from fuseboard.ranks.job import several_ranks
@@ -86,7 +87,7 @@ def with_a_cache(session: Session) -> Session:
 
 def _is_writable(store: Store) -> bool:
     try:
-        store.directory.mkdir(parents=True, exist_ok=True)
+        make_private(store.directory)
     except OSError:
         return False
     return os.access(store.directory, os.W_OK)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseboard.errors import CostsError
+from fuseboard.files import make_private
 from fuseboard.forks import fork_safe_lock
 from fuseboard.profile.costs.exchange import Content, Imported, read_export, write_export
 from fuseboard.profile.costs.file import (
@@ -251,8 +252,7 @@ class CostDatabase:
             for key, decision in list(self._waiting.items()):
                 place = self._place(key)
                 assert place is not None
-                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-                place.parent.mkdir(exist_ok=True)
+                make_private(place.parent)
                 write_whole(place, content_of(decision))
                 del self._waiting[key]
         except OSError as error:

@@ -7,13 +7,11 @@ tells what was damaged since.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import uuid
 from pathlib import Path
 
+from fuseboard.files import replacing
 from fuseboard.profile.costs.rows import Damaged, Decision, decode, encode
 
 #: How the files' names end, with the format's version: files of another one are left alone.
@@ -63,10 +61,5 @@ def write_whole(path: Path, content: bytes) -> None:
 
     :raises OSError: it can't be written.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:  # it is there only if something came in between, Ctrl-C included
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(content)
