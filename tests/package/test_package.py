@@ -187,6 +187,22 @@ def test_weights_that_are_written_to_are_prepared_again(tmp_path, backend):
     torch.testing.assert_close(packaged(x), linear(x).detach())
 
 
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+def test_both_names_of_a_weight_are_one(tmp_path, name):
+    """What is prepared from it follows what is written by either."""
+    embedding, head = nn.Embedding(8, 8), nn.Linear(8, 8)
+    head.weight = embedding.weight
+    model, ids = nn.Sequential(embedding, head), torch.arange(8)
+    with fuseboard.settings(backends=["onnxruntime", "eager"], policy="priority"):
+        fuseboard.package(model, (ids,), tmp_path / "tied.fbp")
+    packaged = fuseboard.load(tmp_path / "tied.fbp")
+    assert packaged.manifest["report"]["regions"][0]["hoisted"] == 1
+    with torch.no_grad():
+        packaged.weights[name].mul_(-2)
+        embedding.weight.mul_(-2)
+        torch.testing.assert_close(packaged(ids), model(ids))
+
+
 class Fragile:
     """A backend whose code fails on some inputs."""
 
@@ -228,6 +244,28 @@ def test_code_that_fails_in_a_call_is_replaced(tmp_path, caplog):
     assert "too much" in packaged.trip
     assert "too much" in caplog.text
     torch.testing.assert_close(packaged(x), x.sin())
+
+
+class UnreadableCall(FragileCall):
+    """It fails in each call once it was read back."""
+
+    def __setstate__(self, state):
+        self.call = None
+
+
+def test_code_that_fails_once_it_was_read_back_is_no_package(tmp_path, monkeypatch):
+    """Though eager answers in its place; nothing is written."""
+    monkeypatch.setattr(sys.modules[__name__], "FragileCall", UnreadableCall)
+    fuseboard.register(Fragile(), "fragile")
+    try:
+        with (
+            fuseboard.settings(backends=["fragile", "eager"], policy="priority"),
+            pytest.raises(fuseboard.PackageError, match="its code fails in a call"),
+        ):
+            fuseboard.package(torch.sin, (torch.randn(3),), tmp_path / "sin.fbp")
+    finally:
+        fuseboard.unregister("fragile")
+    assert not list(tmp_path.iterdir())
 
 
 def test_branches_run_in_the_regions_that_were_chosen(tmp_path):
@@ -462,12 +500,13 @@ def test_what_was_made_elsewhere_is_refused(linear, tmp_path, change, kind, said
     assert "fallback='compile'" in str(caught.value)
 
 
-def test_what_was_made_elsewhere_can_be_compiled(linear, tmp_path):
-    """By torch.compile, with the same checks of what it is called with."""
+def test_what_was_made_elsewhere_can_be_compiled(linear, tmp_path, caplog):
+    """By torch.compile, with the same checks of what it is called with; the log says why."""
     model, _ = linear
     path = tmp_path / "foreign.fbp"
     rewritten(linear[1], path, lambda m: m["machine"].update(torch="2.9.9"))
     compiled = fuseboard.load(path, fallback="compile")
+    assert "2.9.9" in caplog.text
     for size in (5, 3):
         x = torch.randn(size, 6)
         torch.testing.assert_close(compiled(x), model(x).detach())

@@ -167,6 +167,8 @@ class Judge:
             got = _called(made, given, made.weights, self._written())
         except containable() as error:
             return f"it raises {describe(error)}"
+        if problem := made.take_trip():  # eager has answered that call
+            return f"its code fails in a call: {problem}"
         if got.structure != want.structure:
             return f"its results have the structure {got.structure}, eager's {want.structure}"
         if (own := _sharing(got)) != (eagers := _sharing(want)):

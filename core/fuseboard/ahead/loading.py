@@ -6,6 +6,7 @@ is in the package.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from fuseboard.ahead.program import CompiledPackage, Interface, PackagedModel, P
 from fuseboard.errors import PackageError, containable, error_text
 from fuseboard.run import portable
 from fuseboard.torch_api.state import StateGuard
+
+log = logging.getLogger("fuseboard")
 
 
 def load(
@@ -46,6 +49,7 @@ def load(
                 f"{error}. Package the model again here, or load it with fallback='compile', which "
                 "compiles the exported model",
             ) from error
+        log.warning("fuseboard: %s; the exported model is compiled instead", error)
     return _compiled(file)
 
 

@@ -22,6 +22,11 @@ log = logging.getLogger("fuseboard")
 version_of = operator.attrgetter("_version")
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where the memory begins that a tensor is in."""
+    return tensor.untyped_storage().data_ptr()
+
+
 @dataclass(frozen=True)
 class OutputForm:
     """One leaf of the results: one of three things.
@@ -99,7 +104,9 @@ class PackagedModel:
         self._are_shown = False
         first, held = len(interface.symbols), tuple(weights.values())
         used = {place for _, places in program.code.prepare.functions for place in places}
-        self._prepared_from = tuple(held[place - first] for place in sorted(used))
+        # Names of one weight share memory, but each has a version of its own.
+        memory = {storage_of(held[place - first]) for place in used}
+        self._prepared_from = tuple(weight for weight in held if storage_of(weight) in memory)
         self._prepare()
         outputs = interface.outputs
         is_leaf = interface.structure.is_leaf() and outputs[0].result is not None
@@ -177,6 +184,11 @@ class PackagedModel:
         log.warning("fuseboard: %r failed and runs in eager from now on: %s", self, self.trip)
         return results
 
+    def take_trip(self) -> str:
+        """How code failed in a call, "" if none did; later calls go through the code again."""
+        problem, self.trip, self._run = self.trip, "", self._program.code.run
+        return problem
+
     def _target(self, target: int | str, leaves: Sequence[Any]) -> torch.Tensor:
         return self._weights[target] if isinstance(target, str) else leaves[target]
 
@@ -198,13 +210,11 @@ class PackagedModel:
         written = {t for _, t in self.interface.writes if isinstance(t, int)}
         if not written:
             return
-        addresses: dict[int, int] = {
-            weight.untyped_storage().data_ptr(): -1 for weight in self._weights.values()
-        }
+        addresses = dict.fromkeys(map(storage_of, self._weights.values()), -1)
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) or not leaf.numel():
                 continue
-            other = addresses.setdefault(leaf.untyped_storage().data_ptr(), number)
+            other = addresses.setdefault(storage_of(leaf), number)
             if other != number and (other in written or number in written or other < 0):
                 names = [self.interface.signature.leaves[number].name]
                 names.append(
