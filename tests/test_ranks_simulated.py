@@ -9,7 +9,7 @@ import pytest
 
 from fuseboard.errors import RankError
 from fuseboard.ranks.agreement import GRACE_S, Agreement
-from fuseboard.ranks.job import Job
+from fuseboard.ranks.job import WAIT_S, Job
 from fuseboard.ranks.monitor import Signs
 
 PLACE = "fuseboard/graph/0"
@@ -204,6 +204,45 @@ def test_what_one_rank_cannot_load_no_rank_runs():
         assert rank.refused == "rank 7: no such file"
 
 
+def test_a_rank_that_comes_late_runs_nothing_that_the_others_refused():
+    """What one of them can't load none runs."""
+    sim = Simulation(4, come=[0, 1, 2])
+    sim.problems[1] = "no such file"
+    sim.run()
+    sim.clock += 10 * GRACE_S
+    late = Rank(sim, 3, {"settings": '{"margin": 0.03}'})
+    for _ in range(20):
+        late.step()
+        late.call()
+    assert late.is_done
+    assert late.swapped is None
+    assert late.refused == "rank 1: no such file"
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_however_long_a_rank_takes_itself_it_goes_on(slow):
+    """The others have waited too long then, and run Dynamo's graph; no rank's calls raise."""
+    sim = Simulation(3)
+    ranks = {number: Rank(sim, number, sim.parts[number]) for number in sim.come}
+    work = ranks[slow].lead if slow == 0 else lambda: ranks[slow].follow("a program")
+    setattr(ranks[slow], "lead" if slow == 0 else "follow", lambda *answer: None)
+    for second in range(0, int(WAIT_S) + 60, 30):
+        sim.clock = float(second)
+        for rank in ranks.values():
+            rank.step()
+            rank.call()
+    work()
+    for _ in range(10):
+        for rank in ranks.values():
+            rank.step()
+            rank.call()
+    for rank in ranks.values():
+        assert rank.is_done
+        assert rank.swapped is None
+        assert f"waited {WAIT_S:g} s for other ranks to agree" in rank.refused
+        assert not rank.error
+
+
 def test_ranks_of_other_settings_are_named_on_every_rank():
     sim = Simulation(8)
     sim.parts[5] = {"settings": '{"margin": 0.1}'}
@@ -224,7 +263,7 @@ def test_a_rank_that_ends_in_order_takes_nobody_down():
         for number in (0, 2):
             ranks[number].step()
     for number in (0, 2):
-        assert ranks[number].refused == "rank 1 ended before ranks agreed"
+        assert ranks[number].refused == "rank 1 left before ranks agreed"
         assert not ranks[number].error
 
 

@@ -119,9 +119,8 @@ def _begin(session: Session, graph: GraphModule, inputs: Sequence[Any]) -> Run:
             sizes = sizes_of(given, [*inputs, *held])
             real = [*map(in_the_example, inputs), *held]
             dynamo_graph = DynamoGraph.of_call(with_a_cache(session), given, real, sizes)
-            if any(map(is_fake, real)):
-                return begin_with_a_call(dynamo_graph)
-            run = Life(dynamo_graph, real).begin()
+            waits = any(map(is_fake, real))
+            run = begin_with_a_call(dynamo_graph) if waits else Life(dynamo_graph, real).begin()
             return run if not held else lambda *args: run(*args, *held)
         except (CannotKeep, LoweringError) as error:
             why = str(error)

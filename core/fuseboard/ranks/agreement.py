@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Mapping
 from itertools import count
+from math import inf
 from typing import Any, Protocol
 
 from fuseboard.errors import RankError
@@ -40,7 +41,7 @@ Steps = Generator[None, None, None]
 
 
 class RankHasLeft(Exception):
-    """A rank's process has ended in order before a decision, which is no failure."""
+    """A rank that lives, or ended in order, takes no part in a decision, which is no failure."""
 
 
 class Host(Protocol):
@@ -111,7 +112,7 @@ class Agreement:
     def steps(self, host: Host) -> Steps:
         """The way to the decision.
 
-        :raises RankError: another rank has other settings or plugins, or nothing comes of it.
+        :raises RankError: another rank has other settings or plugins, or is dead.
         """
         try:
             yield from self._steps(host)
@@ -123,7 +124,7 @@ class Agreement:
         leads = yield from self.meet()
         if leads:
             host.lead()
-            yield from self._until(lambda: self._answer is not None, "its own answer")
+            yield from self._until(lambda: self._answer is not None, "its own answer", inf)
             assert self._answer is not None
             answer, swaps = self._answer
             self.post("answer", (answer, swaps))
@@ -132,7 +133,7 @@ class Agreement:
             host.follow(answer)
         if not swaps:
             return
-        yield from self._until(lambda: self._loaded is not None, "its own program")
+        yield from self._until(lambda: self._loaded is not None, "its own program", inf)
         if leads:
             yield from self._conduct(host)
         else:
@@ -161,8 +162,8 @@ class Agreement:
         return False
 
     def leave(self) -> None:
-        """Tell the others that this process ends before it is decided: Dynamo's graph runs."""
-        self.post("failed", (f"rank {self._job.rank} ended before ranks agreed", False))
+        """Tell the others that this rank can't go on before it is decided: Dynamo's graph runs."""
+        self.post("failed", (f"rank {self._job.rank} left before ranks agreed", False))
 
     # --- the vote -------------------------------------------------------------------------------
 
@@ -191,21 +192,21 @@ class Agreement:
 
     def _take_part(self, host: Host, mine: int) -> Steps:
         voters = yield from self.next("voters")
-        if mine > voters:
-            if self._loaded:
-                host.refuse(self._loaded)
-            else:
-                host.swap()
-            return
-        self._vote("ready", self._loaded or "")
+        votes = mine <= voters  # else it comes late, and does what the others decide
+        if votes:
+            self._vote("ready", self._loaded or "")
         for number in count():
             call, problem = yield from self.next(f"{number}/call")
-            if problem:
+            if problem := problem or ("" if votes else self._loaded):
                 host.refuse(problem)
                 return
-            self._vote(f"{number}/bound", "" if host.bind(call) else "late")
+            if votes:
+                self._vote(f"{number}/bound", "" if host.bind(call) else "late")
             goes = yield from self.next(f"{number}/verdict")
-            host.verdict(goes)
+            if votes:
+                host.verdict(goes)
+            elif goes:
+                host.swap()
             if goes:
                 return
 
@@ -242,20 +243,23 @@ class Agreement:
         yield from self._until(is_there, key)
         return found
 
-    def _until(self, is_done: Callable[[], bool], key: str) -> Steps:
+    def _until(self, is_done: Callable[[], bool], key: str, limit_s: float = WAIT_S) -> Steps:
         """
-        :raises RankError: another rank failed; or it takes too long.
+        :raises RankError: another rank failed.
+        :raises RankHasLeft: one has ended in order, or it takes too long.
         """
-        end = self._clock() + WAIT_S
+        end = self._clock() + limit_s
         while not is_done():
             if failed := self._look("failed"):
                 problem, raises = failed
                 raise (RankError if raises else RankHasLeft)(problem)
-            if self._clock() >= end:
-                raise RankError(
-                    f"rank {self._job.rank} waited {WAIT_S:g} s for other ranks to agree on "
+            if self._clock() >= end:  # though all live
+                problem = (
+                    f"rank {self._job.rank} waited {limit_s:g} s for other ranks to agree on "
                     f"{self._what} ({key})"
                 )
+                self.post("failed", (problem, False))
+                raise RankHasLeft(problem)
             yield
 
 

@@ -39,7 +39,7 @@ class Decisions:
         self._agreement = Agreement.about(job, parts, what)
         self._numbers = count()
         self._leads = False
-        wait_for(job, self._meet(), what)
+        wait_for(job, self._meet())
         if self._leads:  # the others are to see that it lives, as long as there may be decisions
             alive = weakref.ref(self)
             monitor_of(job).add(_while(lambda: alive() is not None), lambda error: None)
@@ -73,7 +73,7 @@ class Decisions:
         def take() -> Steps:
             taken.append((yield from self._agreement.next(key)))
 
-        wait_for(self._job, take(), self._what)
+        wait_for(self._job, take())
         return taken[0]
 
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from fuseboard.errors import RankError
 
-#: How long a rank that lives is waited for, in seconds: it may be compiling or measuring.
-WAIT_S = 600.0
+#: How long a rank that lives is waited for, in seconds: it may be compiling or measuring, and have
+#: other graphs to do that for first. A request to the workshop alone may take ``hook_limit_s``.
+WAIT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Job:
     def _ask(self, operation: str, *what: Any) -> Any:
         try:
             return getattr(self.store, operation)(*what)
-        except RuntimeError as error:  # torch's errors of stores are among them
+        except Exception as error:  # a store may be of the user's own class, and raise anything
             raise RankError(
                 f"rank {self.rank} can't reach the job's store, which rank 0 or the launcher "
                 f"holds: it has ended, or the network failed ({error})"

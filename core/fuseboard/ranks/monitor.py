@@ -9,15 +9,20 @@ one before it is.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
+import multiprocessing.util
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fuseboard.errors import RankError
-from fuseboard.ranks.agreement import Steps
-from fuseboard.ranks.job import WAIT_S, Job
+from fuseboard.errors import RankError, error_text
+from fuseboard.ranks.agreement import RankHasLeft, Steps
+from fuseboard.ranks.job import Job
+
+log = logging.getLogger("fuseboard")
 
 #: What is asked again, and how soon, in seconds.
 _SOONEST_S, _LATEST_S = 0.01, 0.5
@@ -125,22 +130,24 @@ class Monitor:
             try:
                 if tasks:
                     self._signs.tend()
-            except RankError as error:
+            except Exception as error:  # no call may wait for a thread that has ended
                 for task in tasks:
-                    task.failed(error)
+                    task.failed(_as_rank_error(error))
                 done = tasks
             else:
                 done = [task for task in tasks if not _goes_on(task)]
             with self._lock:
                 self._tasks = [task for task in self._tasks if task not in done]
                 if not self._tasks:
-                    self._thread, tasks = None, []
+                    self._thread = None
                     break
             poll_s = _SOONEST_S if done else min(1.2 * poll_s, _LATEST_S)
             self._ends.wait(poll_s)
-        self._rest(tasks)
+        self._rest()
 
-    def _rest(self, unfinished: Sequence[_Task]) -> None:
+    def _rest(self) -> None:
+        with self._lock:
+            unfinished = list(self._tasks)
         try:
             self._signs.rest()
             if self._ends.is_set() and unfinished:
@@ -167,13 +174,23 @@ def _goes_on(task: _Task) -> bool:
         next(task.steps)
     except StopIteration:
         return False
-    except RankError as error:
-        task.failed(error)
+    except Exception as error:  # no call may wait for a thread that has ended
+        if not isinstance(error, RankError):
+            with contextlib.suppress(RankError):  # there is no store, and so nobody to be told
+                task.leave()
+        task.failed(_as_rank_error(error))
         return False
     return True
 
 
-def wait_for(job: Job, steps: Steps, what: str) -> None:
+def _as_rank_error(error: Exception) -> RankError:
+    if isinstance(error, RankError):
+        return error
+    log.error("fuseboard: ranks can't agree", exc_info=error)
+    return RankError(f"ranks can't agree: {error_text(error)}")
+
+
+def wait_for(job: Job, steps: Steps) -> None:
     """Wait until the monitor has taken all steps, in a call that can't go on before.
 
     :raises RankError: a rank is dead, or it takes too long.
@@ -181,7 +198,10 @@ def wait_for(job: Job, steps: Steps, what: str) -> None:
     done, errors = threading.Event(), list[RankError]()
 
     def until_done() -> Steps:
-        yield from steps
+        try:
+            yield from steps
+        except RankHasLeft as left:  # a call can't go on without it
+            raise RankError(str(left)) from left
         done.set()
 
     def failed(error: RankError) -> None:
@@ -189,8 +209,7 @@ def wait_for(job: Job, steps: Steps, what: str) -> None:
         done.set()
 
     monitor_of(job).add(until_done(), failed)
-    if not done.wait(WAIT_S):
-        raise RankError(f"rank {job.rank} waited {WAIT_S:g} s for other ranks: {what}")
+    done.wait()  # the steps have limits of their own
     if errors:
         raise errors[0]
 
@@ -205,6 +224,8 @@ def monitor_of(job: Job) -> Monitor:
         key = job.name, id(job.store)
         if key not in _monitors:
             _monitors[key] = Monitor(job)
+            # A forked child of multiprocessing ends without what atexit knows of.
+            multiprocessing.util.Finalize(None, _monitors[key].end, exitpriority=0)
         return _monitors[key]
 
 

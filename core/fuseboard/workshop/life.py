@@ -467,7 +467,13 @@ class Life:
         chosen = self._chosen
         assert chosen is not None
         is_own = chosen.compiled.is_dynamo_graph
-        answers = self._watching.before(self._own if is_own else chosen.run, self._route.put)
+        program = self._own if is_own else chosen.run
+
+        def answers(*args: Any) -> Any:
+            # Until this call Dynamo's graph answered: some calls may be to be made again by it.
+            self._route.put(self._watching.before(program, self._route.put))
+            return self._route.run(*args)
+
         if not self._machine.change(GraphState.SETTLED):
             return self._own  # it was found wrong meanwhile
         self._kept.forget()
@@ -515,6 +521,8 @@ class Life:
             tell()
         self._kept.forget()
         self._proving = None
+        if self._together is not None:  # other ranks may be waiting for this one
+            self._together.failed(problem)
 
     def _let_own_answer(self, chosen: Chosen) -> None:
         chosen.leave_to(self._own)
