@@ -7,6 +7,7 @@ import os
 import random
 import runpy
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ import torch
 from typer.testing import CliRunner
 
 import fuseboard
-from fuseboard import remote_cache
+from fuseboard import remote_cache, trust
 from fuseboard.cli.main import app
 from fuseboard.config import resolve
 from fuseboard.lower.artifacts import Key, Store, store_at
 from fuseboard.profile.costs.database import CostDatabase, remote_path
+from fuseboard.profile.costs.exchange import Content
 from fuseboard.profile.costs.file import content_of
 from fuseboard.remote_cache import RemoteCache
 from fuseboard.totals import Totals, totals
@@ -230,6 +232,153 @@ def test_who_writes_makes_room(tmp_path, monkeypatch):
     assert there.names("artifacts/") == [f"artifacts/aa/{number}.artifact" for number in (2, 3)]
     remote(tmp_path / "there").write("artifacts/aa/5.artifact", b"")
     assert len(there.names("artifacts/")) == 2
+
+
+def test_who_makes_room_leaves_what_others_keep_there(tmp_path, monkeypatch):
+    """An address may hold other files, also below its folders, older than all of the cache's."""
+    monkeypatch.setattr(remote_cache, "_LOOKS_EVERY", 1)
+    there = tmp_path / "there"
+    foreign = [there / "model.bin", there / "artifacts" / "model.bin", there / "x" / "a.artifact"]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1000))
+        os.utime(path, (0, 0))
+    for number in range(2):
+        remote(there, writes=True, limit_bytes=150).write(f"costs/aa/{number}.json", bytes(100))
+    assert all(path.exists() for path in foreign)
+    assert len(remote(there).names("costs/")) == 1
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Where writing it ends in between, what was there before is there."""
+    there = remote(tmp_path, writes=True)
+    there.write("costs/aa/a.json", b"before")
+
+    def ends(path, content):
+        with path.open("wb") as file:
+            file.write(content[:2])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_bytes", ends)
+    there.write("costs/aa/a.json", b"after")
+    assert "the disk is full" in there.problem
+    assert [path.name for path in (tmp_path / "costs" / "aa").iterdir()] == ["a.json"]
+    assert remote(tmp_path).read("costs/aa/a.json") == b"before"
+
+
+@pytest.mark.parametrize("place", ["costs", "costs/aa", "costs/aa/a.json"])
+def test_each_file_is_looked_at_and_the_way_to_it(place, tmp_path, caplog):
+    """Below an address that is to be trusted; the other files are read on."""
+    for folder in ("costs", "artifacts"):
+        remote(tmp_path, writes=True).write(f"{folder}/aa/a.json", b"{}")
+    (tmp_path / place).chmod(0o777)
+    reader = remote(tmp_path)
+    assert reader.read("costs/aa/a.json") is None
+    assert "can be written by others" in caplog.text
+    assert reader.read("artifacts/aa/a.json") == b"{}"
+    assert remote(tmp_path, trusts=True).read("costs/aa/a.json") == b"{}"
+
+
+def test_what_a_pack_holds_is_taken_whatever_the_umask(tmp_path, settings, monkeypatch):
+    """``unpack`` takes what ``pack`` wrote, though files are a group's by default."""
+    before = os.umask(0o002)
+    try:
+        for name in ("pack", "pack.zip"):
+            cli("pack", tmp_path / name)
+            monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / f"of {name}"))
+            assert "1 artifacts and 1 decisions" in cli("unpack", tmp_path / name, "--any-machine")
+            monkeypatch.setenv("FUSEBOARD_CACHE_DIR", str(tmp_path / "cache"))
+    finally:
+        os.umask(before)
+
+
+def test_a_link_of_another_user_isnt_followed(tmp_path, monkeypatch):
+    """Its owner may turn it elsewhere, in a directory where others may not."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "link to it").symlink_to(tmp_path / "link")
+    path = tmp_path / "link to it" / ".." / "link to it" / "file"
+    path.touch()
+    assert trust.why_not_trusted(path, path.stat()) == ""
+    lstat = Path.lstat
+
+    def of_another_user(self):
+        found = lstat(self)
+        uid = found.st_uid + (self == tmp_path / "link")
+        return os.stat_result((*found[:4], uid, *found[5:]))
+
+    monkeypatch.setattr(Path, "lstat", of_another_user)
+    assert "link' of another user" in trust.why_not_trusted(path, path.stat())
+
+
+def test_nobody_waits_for_a_machine_under_a_lock(tmp_path):
+    """Neither what records nor what merges asks the address, nor has it the lock when it writes."""
+    costs = CostDatabase(tmp_path / "costs")
+
+    class There:
+        rests = False
+
+        def read(self, path, content=b""):
+            assert not costs._lock._is_owned()
+
+        write = read
+
+    costs._remote = There()
+    costs.record(decision(settled=False))
+    costs.merge(Content(decisions=[decision("another", settled=False)]))
+    costs.record(decision())
+    assert len(costs.decisions()) == 2
+
+
+def test_what_cant_be_kept_is_used(tmp_path):
+    """On a disk that can't be written to a region is loaded, and no file counts as damaged."""
+    key = Key(PARTS)
+    Store(tmp_path / "a", 10**6, remote(tmp_path / "there", writes=True)).put(
+        key, b"code", {"guards": []}
+    )
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file" / "artifacts", 10**6, remote(tmp_path / "there"))
+    for _ in range(2):
+        found = store.find(key, lambda artifact: True)
+        assert found is not None
+        assert found.data == b"code"
+    assert totals.read().lookups == {"hits": 2}
+
+
+def test_an_address_that_was_left_alone_is_asked_again(tmp_path):
+    """What it didn't answer counts as unknown; what others add since is found."""
+    there = remote(tmp_path / "there")
+    costs = CostDatabase(tmp_path / "costs", remote=there)
+    assert costs.find(decision().key) is None
+    assert "No such file" in there.problem
+    remote(tmp_path / "there", writes=True).write(
+        remote_path(decision().key), content_of(decision())
+    )
+    there._again_at = 0.0  # the minute is over
+    assert costs.find(decision().key) == decision()
+
+
+def test_a_late_answer_is_waited_for_by_one_thread(tmp_path, monkeypatch, caplog):
+    """Where requests hang no further one is begun, and the log has one line."""
+    monkeypatch.setattr(remote_cache, "_LIMIT_S", 0.01)
+    monkeypatch.setattr(remote_cache, "_PAUSE_S", 0.0)
+    ends, begun = threading.Event(), []
+
+    def hangs(self):
+        begun.append(1)
+        ends.wait(60)
+        raise OSError("at last")
+
+    monkeypatch.setattr(RemoteCache, "_files", hangs)
+    there = remote(tmp_path)
+    for number in range(3):
+        assert there.read(f"costs/{number}") is None
+    ends.set()
+    there._late.join()
+    assert len(begun) == len(caplog.records) == 1
+    there.read("costs/3")
+    there._late.join()
+    assert len(begun) == 2
 
 
 # --- why something isn't found --------------------------------------------------------------------

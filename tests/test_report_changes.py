@@ -15,8 +15,10 @@ from fuseboard.contracts import Measurement
 from fuseboard.errors import RegionError
 from fuseboard.explanations.text import as_text
 from fuseboard.lower.caching import Cache
+from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.report import choices
 from fuseboard.report.data import ledger
+from fuseboard.run import runner
 from tests.support.backends import (
     all_trips,
     claim_ops,
@@ -103,6 +105,24 @@ def test_after_a_trip_in_a_call_the_report_has_eager(policy, how):
         assert f"{why}." in fuseboard.last_report().to_html()
         assert fuseboard.last_report().as_dict()["graphs"][0]["why"] == why
         assert text.count(trip.error[:40]) == 1
+
+
+def test_a_trip_is_kept_while_no_thread_waits(monkeypatch):
+    """A disk or another machine, which later processes hear of it from, may be slow."""
+    code, x, held = Code(), rnd(4, 6), []
+
+    def keep(self, name, problem):
+        held.extend(one.lock._is_owned() for one in runner.living)
+
+    monkeypatch.setattr(StoredDecision, "record_trip", keep)
+    with observing("stopwatch", measure=fastest()), plugged("fake", call=code, info=QUICK):
+        with torch.no_grad():
+            fn = compiled(f, "fake", "eager", policy="measured", verify="always")
+            fn(x)
+            code.how = "raises"
+            assert_same(fn(x), f(x))
+    assert held
+    assert not any(held)
 
 
 def test_a_backward_that_trips_is_told_in_its_own_report():

@@ -33,8 +33,10 @@ def replacing(path: Path) -> Iterator[Path]:
             unfinished.unlink()
 
 
-def make_private(directory: Path) -> None:
+def make_private(directory: Path, mode: int = 0o700) -> None:
     """Make a directory for its owner alone, and so each one on the way that isn't there.
+
+    :param mode: another one, for a directory that others read.
 
     ``Path.mkdir`` gives its mode to the last part only, and whoever can write to a part before it
     can put something else in its place.
@@ -42,12 +44,12 @@ def make_private(directory: Path) -> None:
     :raises OSError: it can't be made.
     """
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.mkdir(mode, exist_ok=True)
     except FileNotFoundError:
         if directory.parent == directory:
             raise
-        make_private(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        make_private(directory.parent, mode)
+        directory.mkdir(mode, exist_ok=True)
 
 
 def allow_owner_alone(path: Path) -> None:

@@ -12,8 +12,10 @@ Nothing that fails here stops a compile: it is told once, and the address is lef
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from typing import Any, TypeVar
 
 from fuseboard import trust
 from fuseboard.errors import error_text
+from fuseboard.files import allow_owner_alone, make_private, replacing
 
 log = logging.getLogger("fuseboard")
 
@@ -32,8 +35,11 @@ _T = TypeVar("_T")
 _LIMIT_S, _PAUSE_S = 20.0, 60.0
 #: After so many files that were written the size is looked at, and after the first.
 _LOOKS_EVERY = 64
-#: Protocols over which anybody on the way may change what is read.
-_OPEN = ("http", "ftp")
+#: Protocols that prove who answers, or by which nobody else is asked.
+_PROVEN = ("https", "s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "hf", "memory")
+#: What of an address is the cache's; it may hold other files.
+_FOLDERS = ("artifacts", "costs")
+_OURS = re.compile(r".*/(artifacts/../[^/]+\.artifact|costs/../[^/]+\.json)(\.[^/]+\.tmp)?")
 
 
 class RemoteCache:
@@ -53,32 +59,46 @@ class RemoteCache:
         self._limit_bytes = limit_bytes
         self._process = 0
         self._opened: tuple[Any, str] | None = None
+        #: The address, where it is a directory of this machine.
+        self._directory: Path | None = None
+        #: What does a request that wasn't answered in time.
+        self._late: threading.Thread | None = None
         self._again_at = 0.0
         self._written = 0
         self._told: set[str] = set()
+
+    @property
+    def rests(self) -> bool:
+        """Whether the address is left alone for a while, since a request has failed."""
+        is_late = self._late is not None and self._late.is_alive()
+        return is_late or time.monotonic() < self._again_at
 
     def names(self, folder: str, start: str = "") -> list[str]:
         """Paths of the files in a folder of it, or below, whose names begin so."""
 
         def find(files: Any, root: str) -> list[str]:
+            files.invalidate_cache()  # others write there
             if not files.exists(f"{root}/{folder}"):
                 return []
             found = files.find(f"{root}/{folder}")
             below = [f"{folder}{path.rpartition(folder)[2]}" for path in map(str, found)]
             return sorted(path for path in below if Path(path).name.startswith(start))
 
-        return self._do("listing it", find) or []
+        return self._do("listing", "it", find) or []
 
     def read(self, path: str) -> bytes | None:
-        """What a file holds; None where there is none."""
+        """What a file holds; None where there is none that is to be trusted."""
 
         def get(files: Any, root: str) -> bytes | None:
             try:
+                if problem := self._why_file_not_trusted(path):
+                    self.tell("trust", problem)
+                    return None
                 return bytes(files.cat_file(f"{root}/{path}"))
             except FileNotFoundError:
                 return None
 
-        return self._do(f"reading {path}", get)
+        return self._do("reading", path, get)
 
     def write(self, path: str, content: bytes) -> None:
         """Put a file there, if that is wanted."""
@@ -86,34 +106,43 @@ class RemoteCache:
             return
 
         def put(files: Any, root: str) -> bool:
-            files.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
-            files.pipe_file(f"{root}/{path}", content)
+            if self._directory is not None:
+                _put(self._directory, path, content)
+            else:  # it is there whole, or not at all
+                files.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
+                files.pipe_file(f"{root}/{path}", content)
             return True
 
-        if self._do(f"writing {path}", put):
+        if self._do("writing", path, put):
             if self._written % _LOOKS_EVERY == 0:
-                self._do("making room in it", self._make_room)
+                self._do("making room in", "it", self._make_room)
             self._written += 1
 
-    def tell(self, what: str) -> None:
+    def tell(self, kind: str, what: str) -> None:
         """One warning for each kind of trouble."""
-        if what not in self._told:
-            self._told.add(what)
+        if kind not in self._told:
+            self._told.add(kind)
             log.warning("fuseboard: the cache at %s: %s", self.address, what)
 
     def _make_room(self, files: Any, root: str) -> None:
-        """Remove the files that were written first, beyond the limit."""
-        found = files.find(root, detail=True)
+        """Remove the files of ours that were written first, beyond the limit."""
+        found: dict[str, Any] = {}
+        files.invalidate_cache()
+        for folder in _FOLDERS:
+            if files.exists(f"{root}/{folder}"):
+                there = files.find(f"{root}/{folder}", detail=True)
+                found.update((path, there[path]) for path in there if _OURS.fullmatch(str(path)))
         newest = sorted(found.items(), key=lambda item: str(_written_at(item[1])), reverse=True)
         total = 0
         for path, about in newest:
             total += int(about.get("size") or 0)
             if total > self._limit_bytes:
-                files.rm_file(path)
+                with contextlib.suppress(FileNotFoundError):  # another process did it
+                    files.rm_file(path)
 
-    def _do(self, what: str, work: Callable[[Any, str], _T]) -> _T | None:
+    def _do(self, doing: str, path: str, work: Callable[[Any, str], _T]) -> _T | None:
         """Do something with the files, within the limit; None where that fails."""
-        if time.monotonic() < self._again_at:
+        if self.rests:
             return None
         results: list[_T] = []
         errors: list[BaseException] = []
@@ -130,10 +159,21 @@ class RemoteCache:
         if results:
             return results[0]
         self._again_at = time.monotonic() + _PAUSE_S
+        self._late = thread
         problem = error_text(errors[0]) if errors else f"no answer within {_LIMIT_S:g} s"
-        self.problem = f"{what} failed: {problem}"
-        self.tell(f"{what} failed, so it isn't used for {_PAUSE_S:g} s: {problem}")
+        self.problem = f"{doing} {path} failed: {problem}"
+        self.tell(
+            f"{doing} {type(errors[0]) if errors else 'late'}",
+            f"{doing} {path} failed, so it isn't used for {_PAUSE_S:g} s: {problem}",
+        )
         return None
+
+    def _why_file_not_trusted(self, path: str) -> str:
+        """Why a file may be somebody else's, though the address itself isn't; "" if it isn't."""
+        if self._trusts or self._directory is None:
+            return ""
+        place = self._directory / path
+        return trust.why_not_trusted(place, place.stat())
 
     def _files(self) -> tuple[Any, str]:
         """The file system, and the address in it.
@@ -144,7 +184,7 @@ class RemoteCache:
             protocol = _protocol(self.address)
             local = _local_path(self.address) if protocol == "file" else None
             if local is not None and self.writes:
-                local.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private(local)
             elif local is not None:
                 local.stat()  # a wrong path is told, and isn't taken for an empty cache
             if not self._trusts and (problem := _why_not_trusted(protocol, local)):
@@ -156,6 +196,7 @@ class RemoteCache:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
             files, root = url_to_fs(self.address)
+            self._directory = local if local is not None and local.is_dir() else None
             self._opened, self._process = (files, str(root).rstrip("/")), os.getpid()
         return self._opened
 
@@ -167,7 +208,21 @@ def _why_not_trusted(protocol: str, local: Path | None) -> str:
     """
     if local is not None:
         return trust.why_not_trusted(local, local.stat())
-    return f"{protocol} doesn't prove who answers" if protocol in _OPEN else ""
+    return "" if protocol in _PROVEN else f"{protocol} doesn't prove who answers"
+
+
+def _put(directory: Path, path: str, content: bytes) -> None:
+    """Write a file below a directory; others may write to it if they may write to that.
+
+    :raises OSError: it can't be written.
+    """
+    shared = directory.stat().st_mode & 0o022
+    place = directory / path
+    make_private(place.parent, 0o755 | shared)
+    with replacing(place) as unfinished:
+        unfinished.write_bytes(content)
+        if not shared:
+            allow_owner_alone(unfinished)
 
 
 def _local_path(address: str) -> Path:

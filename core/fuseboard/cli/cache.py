@@ -149,6 +149,8 @@ def pack(address: Annotated[str, typer.Argument(metavar="ADDRESS", help=_ADDRESS
     """
     from fuseboard.lower import packing
 
+    if "://" in address and address.endswith(".zip"):
+        raise CacheError(f"{address}: a zip is written on this machine, and copied then")
     settings = _settings()
     with packing.written(address) as target:
         artifacts, decisions = packing.pack(target, _store(), database(settings))
@@ -174,8 +176,6 @@ def unpack(
     here = None if any_machine else packing.machine()
     source = packing.read_from(address, trust)
     done = packing.unpack(source, _store(), database(_settings()), here)
-    if source.problem:
-        raise CacheError(f"{address} can't be read: {source.problem}")
     console = Console()
     said = f"{done.artifacts} artifacts and {done.decisions} decisions were taken"
     console.print(Text(said), soft_wrap=True)
@@ -184,6 +184,8 @@ def unpack(
     for part, count in done.foreign.most_common():
         said = f"left out: {count} files are for another {part}; see --any-machine"
         console.print(Text(said, style="yellow"), soft_wrap=True)
+    if source.problem:
+        raise CacheError(f"{address} can't be read: {source.problem}")
 
 
 @cache.command("why-miss")

@@ -119,8 +119,8 @@ class Store:
     def find(self, key: Key, fits: Callable[[Artifact], bool]) -> Artifact | None:
         """The artifact under an equal key which ``fits``; it counts as used now."""
         found = self._find(key, fits)
-        if found is None and self._remote is not None and self._fetch(key, self._remote):
-            found = self._find(key, fits)
+        if found is None and self._remote is not None:
+            found = next(filter(fits, self._fetched(key, self._remote)), None)
         if found is None:
             totals.looked_up("misses", Missed.of(key.parts, self.nearest(key)))
         else:
@@ -139,21 +139,22 @@ class Store:
             return found
         return None
 
-    def _fetch(self, key: Key, remote: RemoteCache) -> int:
-        """Take artifacts of other machines under an equal key. Returns how many there were."""
-        count = 0
+    def _fetched(self, key: Key, remote: RemoteCache) -> Iterator[Artifact]:
+        """Artifacts of other machines under an equal key; they are kept here if that can be."""
         for path in remote.names(f"artifacts/{key.group[:2]}/", key.stem):
             name = Path(path).name
-            if (self.directory / name[:2] / name).exists():
+            place = self.directory / name[:2] / name
+            if place.exists() or (content := remote.read(path)) is None:
                 continue
-            if (content := remote.read(path)) is None:
-                continue
-            if problem := self.take(name, content):
+            try:
+                found = named_artifact(place, content)
+            except ValueError as problem:
                 totals.looked_up("damaged")
-                remote.tell(f"{path}: {problem}")
-            else:
-                count += 1
-        return count
+                remote.tell("damaged artifact", f"{path}: {problem}")
+                continue
+            self._keep(found, content)
+            if found.head["key"] == dict(key.parts):
+                yield found
 
     def nearest(self, key: Key) -> Mapping[str, str] | None:
         """The parts of the entry of the same graph that differs in the fewest, if there is one."""
@@ -250,14 +251,15 @@ class Store:
 
         :returns: why it isn't stored, or "".
         """
-        found = whole_artifact(Path(name), content)
-        if found is None:
-            return "it is damaged"
-        if not _NAME.fullmatch(name) or not name.startswith(Key(found.head["key"]).stem):
-            return "its name isn't that of its key"
+        try:
+            return self._keep(named_artifact(self.directory / name[:2] / name, content), content)
+        except ValueError as problem:
+            return str(problem)
+
+    def _keep(self, found: Artifact, content: bytes) -> str:
         if len(content) > self.limit_bytes:
             return f"it is larger than cache_size_mb = {self.limit_bytes / 1e6:g}"
-        problem = self._write(self.directory / name[:2] / name, content)
+        problem = self._write(found.path, content)
         self._make_room()
         return problem
 
@@ -407,6 +409,19 @@ def whole_artifact(path: Path, content: bytes) -> Artifact | None:
     return Artifact(path, head, bytes(body[head_bytes:]))
 
 
+def named_artifact(path: Path, content: bytes) -> Artifact:
+    """What the content of a file of another cache's holds.
+
+    :raises ValueError: it isn't as it was written, or the file is called otherwise.
+    """
+    found = whole_artifact(path, content)
+    if found is None:
+        raise ValueError("it is damaged")
+    if not _NAME.fullmatch(path.name) or not path.name.startswith(Key(found.head["key"]).stem):
+        raise ValueError("its name isn't that of its key")
+    return found
+
+
 def remote_path(name: str) -> str:
     """Where the file of an artifact lies in a cache that several machines share."""
     return f"artifacts/{name[:2]}/{name}"
@@ -433,6 +448,7 @@ def _alone(lock: Path, end: float) -> Iterator[None]:
                     raise
                 time.sleep(0.01)
         try:
+            os.utime(lock)  # what nobody renews is taken for abandoned
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have the file open as well

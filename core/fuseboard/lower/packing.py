@@ -69,10 +69,11 @@ def read_from(address: str, trusts: bool) -> RemoteCache:
 
 
 def _absolute(address: str) -> str:
-    if "://" in address:
-        return address
-    path = Path(address).absolute()
-    return f"zip://::file://{path}" if path.suffix == ".zip" else f"{path}"
+    if "://" not in address:
+        path = Path(address).absolute()
+        address = f"file://{path}" if path.suffix == ".zip" else f"{path}"
+    is_archive = address.endswith(".zip") and "::" not in address
+    return f"zip://::{address}" if is_archive else address
 
 
 def machine() -> dict[str, str]:
@@ -105,19 +106,18 @@ def unpack(
     :param here: the machine's parts of keys; None takes what is for other machines, too.
     """
     done, content = Unpacked(), Content()
-    for path in pack.names("artifacts/"):
-        data = pack.read(path)
-        found = None if data is None else whole_artifact(Path(path), data)
-        if data is None or found is None:
+    for path, data in _contents(pack, "artifacts/", done):
+        found = whole_artifact(Path(path), data)
+        if found is None:
             done.problems[path] = "it is damaged"
         elif not _is_foreign(done, found.head["key"], here):
             if problem := store.take(Path(path).name, data):
                 done.problems[path] = problem
             else:
                 done.artifacts += 1
-    for path in pack.names(f"{database.NAME}/"):
+    for path, data in _contents(pack, f"{database.NAME}/", done):
         try:
-            decision = decision_in(Path(path).name, pack.read(path) or b"")
+            decision = decision_in(Path(path).name, data)
         except Damaged as error:
             done.problems[path] = str(error)
         else:
@@ -126,6 +126,18 @@ def unpack(
     counts = costs.merge(content)
     done.decisions = counts.added + counts.replaced
     return done
+
+
+def _contents(pack: RemoteCache, folder: str, done: Unpacked) -> Iterator[tuple[str, bytes]]:
+    """The files in a folder of a pack, and what they hold; until the pack can't be read."""
+    for path in pack.names(folder):
+        data = pack.read(path)
+        if data is not None:
+            yield path, data
+        elif pack.rests:
+            return  # ``pack.problem`` says why
+        else:
+            done.problems[path] = "it is gone, or others can write it"
 
 
 def _is_foreign(done: Unpacked, parts: Mapping[str, str], here: Mapping[str, str] | None) -> bool:

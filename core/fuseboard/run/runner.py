@@ -232,9 +232,8 @@ class Runner:
                     exceeded=True,
                 )
                 self.give_up(f"{instead}, runs: in a call, {problem}", problem)
-                if self.on_trip is not None:
-                    self.on_trip(problem)
         if tripped is not None:
+            self._keep_trip(problem)
             self.session.notify(tripped)
         return self.captured.eager(inputs)
 
@@ -380,9 +379,14 @@ class Runner:
                 self.install(Program(self.context, sites))
             else:  # in eager, the graph in narrower numbers is no faster than the captured one
                 self.give_up(f"{region.backend} tripped in a call: eager runs", error)
-            if self.on_trip is not None and not isinstance(error, _PASSING):
-                self.on_trip(describe(error))
+        if not isinstance(error, _PASSING):
+            self._keep_trip(describe(error))
         self.session.notify(tripped)
+
+    def _keep_trip(self, problem: str) -> None:
+        """Tell later processes, outside of the lock: a disk, or another machine, may be slow."""
+        if self.on_trip is not None:
+            self.on_trip(problem)
 
     def report_tripped(self, error: BaseException | None = None) -> None:
         """Report which regions of the chosen program run in eager since they failed in a call.

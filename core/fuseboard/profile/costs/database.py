@@ -83,22 +83,27 @@ class CostDatabase:
 
     def find(self, key: str) -> Decision | None:
         """The decision under a key."""
+        found = self._here(key)
+        if found is None and self._remote is not None and key not in self._looked_for:
+            found = self._fetched(key, self._remote)
+        return found
+
+    def _here(self, key: str) -> Decision | None:
+        """The decision on this machine; whoever holds the lock asks no other one."""
         if (waiting := self._waiting.get(key)) is not None:
             return waiting
         place = self._place(key)
-        found = None if place is None else self._read(place)
-        if found is None and self._remote is not None and key not in self._looked_for:
-            self._looked_for.add(key)
-            found = self._fetched(key, self._remote)
-        return found
+        return None if place is None else self._read(place)
 
     def _fetched(self, key: str, remote: RemoteCache) -> Decision | None:
         """A decision of another machine's, which is kept here from now on."""
         content = remote.read(remote_path(key))
+        if not remote.rests:
+            self._looked_for.add(key)
         try:
             found = None if content is None else decision_in(f"{key}{ENDING}", content)
         except Damaged as problem:
-            remote.tell(f"{remote_path(key)}: {problem}")
+            remote.tell("damaged decision", f"{remote_path(key)}: {problem}")
             return None
         if found is not None:
             self._keep(found)
@@ -114,7 +119,7 @@ class CostDatabase:
         """
         kept = checked(decision)
         with self._lock:
-            before = None if replace or kept.settled else self.find(kept.key)
+            before = None if replace or kept.settled else self._here(kept.key)
             if before is None or not before.settled:
                 self._keep(kept)
         if self._remote is not None and kept.settled:
@@ -187,7 +192,7 @@ class CostDatabase:
         counts = Imported(damaged=content.damaged)
         with self._lock:
             for decision in content.decisions:
-                if counts.count(self.find(decision.key), decision):
+                if counts.count(self._here(decision.key), decision):
                     self._keep(decision)
         if self._waiting:
             raise CostsError(f"{self.path}: {self._problem}")
