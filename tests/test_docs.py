@@ -164,7 +164,7 @@ NUMBERS = {
     ],
     "docs/ranks.md": [
         f"doesn't come within {agreement.GRACE_S:g} s",
-        f"`RankError` after {WORDS[job.WAIT_S / 60]} minutes",
+        f"another one has waited for it for {job.WAIT_S / 3600:g} h",
     ],
     "docs/design.md": [
         f"where at least {repeats.MIN_SAVED_NODES} nodes are saved and the cuts are estimated to "

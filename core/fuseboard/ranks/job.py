@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import pickle
-import threading
+import weakref
 from collections import Counter
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
 from fuseboard.errors import RankError
+from fuseboard.forks import fork_safe_lock
 
 #: How long a rank that lives is waited for, in seconds: it may be compiling or measuring, and have
 #: other graphs to do that for first. A request to the workshop alone may take ``hook_limit_s``.
@@ -29,6 +32,7 @@ class Job:
 
     :param store: has ``set``, ``get``, ``check`` and ``add``.
     :param limit_s: how long a rank may give no sign of life.
+    :param number: of its process group: a store may outlive one.
     """
 
     rank: int
@@ -36,6 +40,7 @@ class Job:
     name: str
     store: Any
     limit_s: float
+    number: int = 1
 
     def place(self, what: str) -> str:
         """Where the next thing of this name is agreed on; equal on all ranks."""
@@ -74,7 +79,14 @@ class Job:
 #: How often each thing was asked for. Kept when a process group is gone: the next one may have its
 #: name and its store, and old entries must not be taken for new ones.
 _asked: Counter[tuple[str, str]] = Counter()
-_counting = threading.Lock()
+_counting = fork_safe_lock()
+#: For each process group its number, which is equal on ranks that were in all of them, and a
+#: connection of the board's own: a call of torch's that waits holds the group's, and whoever holds
+#: that keeps the server alive, whose entries the next group would read.
+_groups: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+_numbers = count(1)
+#: The group that was there when this process was forked. Its parent is a rank of that.
+_parents: Any = None
 
 
 def job_of(limit_s: float) -> Job | None:
@@ -83,8 +95,17 @@ def job_of(limit_s: float) -> Job | None:
         return None
     group = dist.group.WORLD
     assert group is not None
-    store = group.get_group_store()
-    return Job(dist.get_rank(), dist.get_world_size(), str(group.group_name), store, limit_s)
+    with _counting:
+        if group not in _groups:
+            store: Any = group.get_group_store()
+            try:
+                own = store.clone()
+            except Exception:  # a class of the user's needn't have it
+                own = store
+            _groups[group] = next(_numbers), own
+        number, own = _groups[group]
+    size, name = dist.get_world_size(), str(group.group_name)
+    return Job(dist.get_rank(), size, name, own, limit_s, number)
 
 
 def several_ranks() -> bool:
@@ -92,6 +113,17 @@ def several_ranks() -> bool:
     return (
         dist.is_available()
         and dist.is_initialized()
+        and dist.group.WORLD is not _parents
         and dist.get_world_size() > 1
         and dist.get_backend() != "fake"  # a group without other processes
     )
+
+
+def _after_fork() -> None:
+    """A forked child is no rank, and leaves its parent's connections alone: its parent is one."""
+    global _parents
+    _parents = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

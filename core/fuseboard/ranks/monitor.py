@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuseboard.errors import RankError, error_text
+from fuseboard.forks import fork_safe_lock
 from fuseboard.ranks.agreement import RankHasLeft, Steps
 from fuseboard.ranks.job import Job
 
@@ -29,7 +30,6 @@ _SOONEST_S, _LATEST_S = 0.01, 0.5
 #: Signs of life within the limit.
 _BEATS = 8
 _ENDED = "ended"
-_ALIVE, _DEAD = "fuseboard/alive", "fuseboard/dead"
 #: How long the end of a process waits for others to see that it isn't dead, in seconds.
 _END_S = 2.0
 
@@ -40,6 +40,8 @@ class Signs:
     def __init__(self, job: Job, clock: Callable[[], float]) -> None:
         self._job = job
         self._clock = clock
+        self._alive = f"fuseboard/{job.number}/alive"
+        self._dead = f"fuseboard/{job.number}/dead"
         self._beats = 0
         self._due = clock()
         #: Of the rank that is watched: its last sign, and when that was seen first.
@@ -55,21 +57,21 @@ class Signs:
             return
         self._due = now + self._job.limit_s / _BEATS
         self._beats += 1
-        self._job.post(f"{_ALIVE}/{self._job.rank}", self._beats)
-        if dead := self._job.look(_DEAD):
+        self._job.post(f"{self._alive}/{self._job.rank}", self._beats)
+        if dead := self._job.look(self._dead):
             raise RankError(dead)
         self._watch(now)
 
     def rest(self) -> None:
         """Say that no sign is to be expected: there is nothing to agree on, or the end has come."""
-        self._job.post(f"{_ALIVE}/{self._job.rank}", _ENDED)
+        self._job.post(f"{self._alive}/{self._job.rank}", _ENDED)
         self._due = self._clock()
 
     def _watch(self, now: float) -> None:
         job = self._job
         for step in range(1, job.size):
             rank = (job.rank - step) % job.size
-            sign = job.look(f"{_ALIVE}/{rank}", _ENDED)
+            sign = job.look(f"{self._alive}/{rank}", _ENDED)
             if sign == _ENDED:
                 continue
             if self._seen[:2] != (rank, sign):
@@ -80,7 +82,7 @@ class Signs:
                     "agreed on what to run: its process has ended, or hangs (the setting "
                     "rank_limit_s)"
                 )
-                job.post(_DEAD, problem)
+                job.post(self._dead, problem)
                 raise RankError(problem)
             return
 
@@ -100,9 +102,14 @@ class Monitor:
         self._process = os.getpid()
         self._signs = Signs(job, time.monotonic)
         self._tasks: list[_Task] = []
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being agreed on."""
+        return self._thread is None
 
     def add(
         self,
@@ -214,18 +221,20 @@ def wait_for(job: Job, steps: Steps) -> None:
         raise errors[0]
 
 
-_monitors: dict[tuple[str, int], Monitor] = {}
-_lock = threading.Lock()
+_monitors: dict[int, Monitor] = {}
+_lock = fork_safe_lock()
 
 
 def monitor_of(job: Job) -> Monitor:
     """This process's, for a job."""
     with _lock:
-        key = job.name, id(job.store)
+        key = id(job.store)
         if key not in _monitors:
+            for other in [key for key, monitor in _monitors.items() if monitor.is_idle]:
+                del _monitors[other]  # its process group is gone
             _monitors[key] = Monitor(job)
             # A forked child of multiprocessing ends without what atexit knows of.
-            multiprocessing.util.Finalize(None, _monitors[key].end, exitpriority=0)
+            multiprocessing.util.Finalize(None, _end, exitpriority=0)
         return _monitors[key]
 
 

@@ -218,10 +218,12 @@ class Life:
             self._chosen.by_sizes.forked()
         if self._proving is not None:
             self._proving.forked()
-        if self._machine.is_over or not self.waiting:
+        if self._machine.is_over:
             return
         if self._together is not None:  # the parent is a rank, its child isn't
             self._route.put(self._own)
+            return
+        if not self.waiting:
             return
 
         def again(*args: Any) -> Any:

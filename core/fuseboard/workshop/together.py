@@ -62,9 +62,10 @@ class Together:
 
     def check(self) -> None:
         """
-        :raises RankError: ranks can't agree.
+        :raises RankError: ranks can't agree. Nobody is to wait for that twice.
         """
         if self.error is not None:
+            self._member.fail(str(self.error))
             raise self.error
 
     # --- for the graph --------------------------------------------------------------------------
@@ -89,26 +90,25 @@ class Together:
         """Answers calls by Dynamo's graph, and counts them, until ranks swap."""
 
         def run(*args: Any) -> Any:
-            return (self._due() or own)(*args)
+            program = self._due()
+            if self.error is not None:  # the user has to know, once; the graph itself is right
+                self._put(own)
+                raise self.error
+            return (program or own)(*args)
 
         return run
 
     def _due(self) -> Run | None:
         """What answers this call instead of Dynamo's graph, from the agreed one on."""
         with self._lock:
-            if self.error is not None:
-                raise self.error
             number = self._calls
             self._calls += 1
             if self._bound is None or number < self._bound:
                 return None
             # The verdict has come long ago, unless calls are quicker than the ranks' store.
             self._lock.wait_for(lambda: not self._waits_at(number))
-            if self.error is not None:
-                raise self.error
-            if self._program is None:
-                return None
-            self._put(self._program)
+            if self._program is not None:
+                self._put(self._program)
             return self._program
 
     def _waits_at(self, number: int) -> bool:
