@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config, lowering
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseboard
 import fuseboard_inductor
 import fuseboard_inductor.freezing
 from fuseboard.report.data import ledger
+from fuseboard_inductor._export import _of_tensors
 from tests.support.backends import all_trips, compiled, last_graph
 from tests.support.values import rnd
 
@@ -299,3 +301,14 @@ def test_half_types_are_rounded_between_fused_ops(dtype):
         torch.testing.assert_close(results, chain(x, w), rtol=0, atol=0)
     assert all_trips() == []
     assert [region.backend for region in last_graph().regions] == ["inductor"]
+
+
+def test_an_exported_graph_reads_sizes_behind_the_tensors_that_have_them():
+    """Also where weights, which are stored in it, come before these."""
+    weight, x = rnd(3, 4), rnd(5, 3)
+    graph = make_fx(lambda rows, weight, x: (x @ weight * rows,), tracing_mode="symbolic")(
+        5, weight, x
+    )
+    made = _of_tensors(graph, [5, weight, x], (1,))
+    made.graph.lint()
+    torch.testing.assert_close(made(x)[0], x @ weight * 5)

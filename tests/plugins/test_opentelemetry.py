@@ -12,10 +12,11 @@ import torch
 import fuseboard
 import fuseboard_opentelemetry
 from fuseboard.board import board
+from fuseboard_opentelemetry import _instruments
 from tests.support.backends import plugged, registered
 
 pytest.importorskip("opentelemetry.sdk")
-from opentelemetry import trace  # once it is known to be there
+from opentelemetry import metrics, trace  # once it is known to be there
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
@@ -77,6 +78,25 @@ def test_the_status_is_observed_by_each_provider():
     assert {f"fuseboard.{one.name}" for one in status.metrics()} == set(
         re.findall(r"`(fuseboard\.\w+)`", table)
     )
+
+
+def test_instruments_that_failed_to_be_made_are_made_later(monkeypatch):
+    """And once where a provider is named and is the global one as well."""
+    reader, made = InMemoryMetricReader(), []
+    provider = MeterProvider([reader])
+    get_meter = provider.get_meter
+    monkeypatch.setattr(_instruments, "_is_global", False)
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    monkeypatch.setattr(provider, "get_meter", lambda name: made.append(1) or get_meter(name))
+    monkeypatch.setenv("FUSEBOARD_POLICY", "nonsense")
+    for one in (provider, None):
+        with pytest.raises(fuseboard.SettingsError):
+            fuseboard_opentelemetry.register(one)
+    monkeypatch.delenv("FUSEBOARD_POLICY")
+    for one in (provider, None, provider, None):
+        fuseboard_opentelemetry.register(one)
+    assert len(made) == 1
+    assert observed(reader)["fuseboard.compile"][0] == "s"
 
 
 @pytest.mark.parametrize("spans", [True, False])

@@ -62,11 +62,12 @@ def _of_tensors(graph: GraphModule, inputs: Sequence[Any], weights: Sequence[int
     made = GraphModule(graph, copy)
     placeholders = copy.find_nodes(op="placeholder")
     sizes: dict[Any, Node] = {}
+    first = next(node for node in copy.nodes if node.op != "placeholder")  # behind all tensors
     for number, node in enumerate(placeholders):
         value = node.meta["val"]
         if number in weights:
             made.register_buffer(f"weight{number}", inputs[number].detach())
-            with copy.inserting_before(node):
+            with copy.inserting_before(first):
                 held = copy.get_attr(f"weight{number}")
             held.meta = dict(node.meta)
             node.replace_all_uses_with(held)
@@ -75,7 +76,6 @@ def _of_tensors(graph: GraphModule, inputs: Sequence[Any], weights: Sequence[int
             for place, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                     sizes.setdefault(size.node.expr, (node, place))
-    first = next(node for node in copy.nodes if node.op != "placeholder")
     for node in copy.find_nodes(op="placeholder"):
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):

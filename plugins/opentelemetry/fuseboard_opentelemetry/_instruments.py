@@ -32,17 +32,23 @@ def make_with(provider: MeterProvider | None) -> None:
     with _lock:
         if _is_global if provider is None else provider in _providers:
             return
+        known = fuseboard.status().metrics()  # where it raises nothing counts as made
+        is_global = provider is None
         if provider is None:
-            provider, _is_global = metrics.get_meter_provider(), True
-        _providers.add(provider)
-        meter, latest = provider.get_meter("fuseboard"), _Latest()
-        for metric in fuseboard.status().metrics():
-            make = (
-                meter.create_observable_counter if metric.counts else meter.create_observable_gauge
-            )
-            name = f"fuseboard.{metric.name}"
-            unit = _UNITS.get(metric.unit, "1")
-            make(name, [latest.observing(metric.name)], unit, metric.help)
+            provider = metrics.get_meter_provider()
+        if provider not in _providers:
+            meter, latest = provider.get_meter("fuseboard"), _Latest()
+            for metric in known:
+                make = (
+                    meter.create_observable_counter
+                    if metric.counts
+                    else meter.create_observable_gauge
+                )
+                name = f"fuseboard.{metric.name}"
+                unit = _UNITS.get(metric.unit, "1")
+                make(name, [latest.observing(metric.name)], unit, metric.help)
+            _providers.add(provider)
+        _is_global = _is_global or is_global
 
 
 class _Latest:
