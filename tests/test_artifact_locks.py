@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from fuseboard.lower.artifacts import Key, Store
+from fuseboard.lower.artifact_files import Key
+from fuseboard.lower.artifacts import Store
 
 pytest.importorskip("fcntl", reason="needs locks of files")
 

@@ -19,7 +19,8 @@ from fuseboard.cli.main import app
 from fuseboard.contracts import BackendInfo, Region
 from fuseboard.errors import PackageError
 from fuseboard.files import replacing
-from fuseboard.lower.artifacts import ARTIFACT, Key, Store
+from fuseboard.lower.artifact_files import Key
+from fuseboard.lower.artifacts import ARTIFACT, Store
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key
 from fuseboard.lower.machine import code_hash
 from fuseboard.profile.costs.database import CostDatabase

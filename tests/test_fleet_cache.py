@@ -18,7 +18,8 @@ import fuseboard
 from fuseboard import remote_cache, trust
 from fuseboard.cli.main import app
 from fuseboard.config import resolve
-from fuseboard.lower.artifacts import Key, Store, store_at
+from fuseboard.lower.artifact_files import Key
+from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.profile.costs.database import CostDatabase, remote_path
 from fuseboard.profile.costs.exchange import Content
 from fuseboard.profile.costs.file import content_of

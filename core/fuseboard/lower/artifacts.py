@@ -1,10 +1,8 @@
 """Artifacts of lowered regions on disk, for this and later processes.
 
-A file is named by two hashes: of the region's graph, and of the whole key. It holds a line with
-the format's version, the length of a JSON head, a checksum over all that follows, the head (the
-parts of the key in clear) and the artifact. Files are written beside their place and moved into it,
-so readers see whole files only, from however many processes. A file that isn't whole is set aside.
-The least recently used go when there is too much.
+Files are written beside their place and moved into it, so readers see whole files only, from
+however many processes. A file that isn't whole is set aside. The least recently used go when there
+is too much.
 
 Artifacts are code: whoever can write to the directory decides what runs here. It is made for its
 owner alone.
@@ -13,11 +11,9 @@ owner alone.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuseboard.files import TEMPORARY, make_private, replacing
+from fuseboard.lower.artifact_files import (
+    Artifact,
+    Key,
+    digest,
+    head_in,
+    is_of_another_version,
+    named_artifact,
+    pieces_of,
+    whole_artifact,
+)
 from fuseboard.profile.costs.database import remote_of
 from fuseboard.remote_cache import RemoteCache
 from fuseboard.totals import Missed, differing, totals
@@ -35,50 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fuseboard")
 
-_FORMAT = b"fuseboard artifact "
-MAGIC = _FORMAT + b"1\n"
-_LENGTH_BYTES = 8
-_CHECKSUM_BYTES = hashlib.sha256().digest_size
-_HEAD_AT = len(MAGIC) + _LENGTH_BYTES + _CHECKSUM_BYTES
-
-#: Of an artifact's file: its key's stem, and which of the entries of one key it is.
-_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}([0-9a-f]{8})?\.artifact")
-
 ARTIFACT, CRASH, TRIED, ASIDE, LOCK = ".artifact", ".crash", ".tried", ".aside", ".lock"
 #: Files that somebody began to write, and that nobody will finish, are removed after this time.
 _ABANDONED_S = 3600.0
-
-
-@dataclass(frozen=True)
-class Key:
-    """What an artifact is good for.
-
-    :ivar parts: name → text. ``graph`` is the region's; the others have to be equal as well.
-    """
-
-    parts: Mapping[str, str]
-
-    @property
-    def group(self) -> str:
-        """Equal for entries of one graph on one backend, whatever else differs."""
-        return _digest([self.parts["backend"], self.parts["graph"]])[:16]
-
-    @property
-    def stem(self) -> str:
-        """What its files are called, without an ending."""
-        return f"{self.group}-{_digest(sorted(self.parts.items()))[:32]}"
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """What a file holds.
-
-    :ivar head: ``key`` and what the writer put beside it.
-    """
-
-    path: Path
-    head: Mapping[str, Any]
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -161,7 +126,7 @@ class Store:
         near: list[Mapping[str, str]] = [
             head["key"]
             for path in self._files(key, f"{key.group}-*{ARTIFACT}")
-            if (head := self._read_head(path)) is not None
+            if (head := head_in(path)) is not None
         ]
         return min(near, key=lambda other: len(differing(key.parts, other)), default=None)
 
@@ -201,23 +166,13 @@ class Store:
         except OSError as error:
             self._tell(f"{path.name} can't be read", error)
             return None
-        if content.startswith(_FORMAT) and content[: len(MAGIC)] != MAGIC[: len(content)]:
-            return None  # another version's
+        if is_of_another_version(content):
+            return None
         found = whole_artifact(path, content)
         if found is None:
             totals.looked_up("damaged")
             self.set_aside(path, "it is damaged")
         return found
-
-    def _read_head(self, path: Path) -> Mapping[str, Any] | None:
-        """The head without the artifact, unchecked; None where it makes no sense."""
-        try:
-            with path.open("rb") as file:
-                head_bytes, _ = _sizes(start := file.read(_HEAD_AT))
-                head = json.loads(file.read(head_bytes)) if len(start) == _HEAD_AT else None
-        except (OSError, ValueError):
-            return None  # whoever needs the artifact reads it whole and tells
-        return head if isinstance(head, dict) and isinstance(head.get("key"), dict) else None
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -228,17 +183,13 @@ class Store:
         :param variant: tells entries of one key apart that ``fits`` chooses between.
         :returns: why it isn't stored, or "".
         """
-        head = json.dumps({**further, "key": dict(key.parts)}).encode()
-        if _HEAD_AT + len(head) + len(data) > self.limit_bytes:
+        pieces = pieces_of({**further, "key": dict(key.parts)}, data)
+        if sum(map(len, pieces)) > self.limit_bytes:
             return (
                 f"its artifact of {len(data) / 1e6:.0f} MB is more than cache_size_mb = "
                 f"{self.limit_bytes / 1e6:g}"
             )
-        checksum = hashlib.sha256(head)
-        checksum.update(data)
-        length = len(head).to_bytes(_LENGTH_BYTES, "little")
-        name = f"{key.stem}{_digest([variant])[:8] if variant else ''}{ARTIFACT}"
-        pieces = (MAGIC, length, checksum.digest(), head, data)
+        name = f"{key.stem}{digest([variant])[:8] if variant else ''}{ARTIFACT}"
         problem = self._write(self._home(key) / name, *pieces)
         if not problem:
             self._make_room()
@@ -367,7 +318,7 @@ class Store:
                 except (OSError, ValueError):
                     head = None
             else:
-                head = self._read_head(path)
+                head = head_in(path)
             head = head or {}
             parts, problem = head.get("key", {}), str(head.get("problem", ""))
             yield ArtifactRow(kind, path, size, used, parts, problem)
@@ -391,35 +342,6 @@ class Store:
         if what not in self._told:
             self._told.add(what)
             log.warning("fuseboard: the cache in %s: %s: %s", self.directory, what, error)
-
-
-def whole_artifact(path: Path, content: bytes) -> Artifact | None:
-    """What the content of a file holds; None where it isn't as it was written."""
-    head_bytes, checksum = _sizes(content)
-    body = memoryview(content)[_HEAD_AT:]
-    if checksum is None or hashlib.sha256(body).digest() != checksum:
-        return None
-    try:
-        head = json.loads(bytes(body[:head_bytes]))  # of whose length there is no checksum
-    except ValueError:
-        return None
-    key = head.get("key") if isinstance(head, dict) else None
-    if not isinstance(key, dict) or not {"backend", "graph"} <= key.keys():
-        return None
-    return Artifact(path, head, bytes(body[head_bytes:]))
-
-
-def named_artifact(path: Path, content: bytes) -> Artifact:
-    """What the content of a file of another cache's holds.
-
-    :raises ValueError: it isn't as it was written, or the file is called otherwise.
-    """
-    found = whole_artifact(path, content)
-    if found is None:
-        raise ValueError("it is damaged")
-    if not _NAME.fullmatch(path.name) or not path.name.startswith(Key(found.head["key"]).stem):
-        raise ValueError("its name isn't that of its key")
-    return found
 
 
 def remote_path(name: str) -> str:
@@ -452,18 +374,6 @@ def _alone(lock: Path, end: float) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have the file open as well
-
-
-def _sizes(content: bytes) -> tuple[int, bytes | None]:
-    """The head's length and the checksum that a file's start tells of; None if it is no start."""
-    if len(content) < _HEAD_AT or not content.startswith(MAGIC):
-        return 0, None
-    at = len(MAGIC) + _LENGTH_BYTES
-    return int.from_bytes(content[len(MAGIC) : at], "little"), content[at:_HEAD_AT]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 _stores: dict[tuple[Path, int, RemoteCache | None], Store] = {}

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from fuseboard.contracts import BackendInfo, GraphKind, Region
-from fuseboard.lower.artifacts import Key
+from fuseboard.lower.artifact_files import Key
 from fuseboard.lower.machine import code_hash, gpu, machine_parts
 from fuseboard.partition.signature import signature
 from fuseboard.torch_api import graphs as torch_graphs

@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from fuseboard.board import Session
 from fuseboard.contracts import BackendInfo, LoweredRegion, Region
 from fuseboard.errors import LoweringError, PluginError
-from fuseboard.lower.artifacts import Artifact, Key, Store, store_at
+from fuseboard.lower.artifact_files import Artifact, Key
+from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.lower.cache_keys import NotCacheable, content_hash, region_key, size_facts
 from fuseboard.lower.isolated import LoweringRequest, LoweringResult
 from fuseboard.lower.isolation import Crash, lower_in_child, make_request

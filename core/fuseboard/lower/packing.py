@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fuseboard.errors import error_text
 from fuseboard.files import allow_owner_alone, replacing
-from fuseboard.lower.artifacts import Store, remote_path, whole_artifact
+from fuseboard.lower.artifact_files import whole_artifact
+from fuseboard.lower.artifacts import Store, remote_path
 from fuseboard.profile.costs import database
 from fuseboard.profile.costs.database import CostDatabase
 from fuseboard.profile.costs.exchange import Content

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fuseboard.forks import fork_safe_lock
-from fuseboard.lower.artifacts import Key, Store, store_at
+from fuseboard.lower.artifact_files import Key
+from fuseboard.lower.artifacts import Store, store_at
 from fuseboard.profile.choose.stored_decision import StoredDecision
 from fuseboard.profile.choose.whole_calls import COMPILED, EAGER
 from fuseboard.profile.costs.database import Decision
