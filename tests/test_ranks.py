@@ -26,19 +26,18 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return seen_by("tests.support.rank_program", 2, tmp_path_factory.mktemp("job"))
 
 
-def test_the_rank_that_leads_decides_for_all(ranks):
-    """Rank 0, time after time; the other one doesn't measure."""
+def test_the_rank_that_comes_first_decides_for_all(ranks):
+    """Time after time; the other one doesn't measure."""
     expected = ["decided by 0, 1", "decided by 0, 2"]
     assert ranks[0]["deciding"] == [expected, [0, 0]]
     assert ranks[1]["deciding"] == [expected, []]
 
 
-def test_a_failure_of_the_leader_reaches_the_others(ranks):
+def test_a_failure_to_decide_reaches_the_others(ranks):
     """They don't wait for an answer that can't come."""
     assert ranks[0]["failing"] == "itself: no candidate is left"
     assert ranks[1]["failing"] == (
-        "RankError: the rank that leads failed to decide on failing: ValueError: no candidate is "
-        "left"
+        "RankError: another rank failed to decide on failing: ValueError: no candidate is left"
     )
 
 
@@ -47,13 +46,21 @@ def test_a_graph_of_one_rank_is_decided_there(ranks):
     assert ranks[1]["of_one_rank"] == 1
 
 
+def test_no_rank_waits_for_one_that_cannot_come_before_it(ranks):
+    """Equal stages of a pipeline have the same graphs, and come to them in other orders."""
+    assert [rank["in_stages"] for rank in ranks] == [[0, 1]] * 2
+
+
 def test_another_process_group_starts_anew(ranks):
     """What was decided in the first isn't taken for the second."""
-    assert [rank["twice"] for rank in ranks] == [["first 0", "second 0"]] * 2
+    assert [rank["twice"] for rank in ranks] == [["first", "second"]] * 2
 
 
 def test_within_calls_all_take_what_rank_0_measured(ranks):
-    """The other one would have chosen otherwise. ``ranks = "priority"`` says why none measures."""
+    """It comes first. The other one would have chosen otherwise.
+
+    ``ranks = "priority"`` says why none measures.
+    """
     assert ranks[0]["in_calls"] == [[True, ["b"], [2]], True]
     assert ranks[1]["in_calls"] == [[True, ["b"], []], True]
 

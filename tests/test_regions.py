@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -200,6 +201,26 @@ def test_signatures_ignore_names():
     first = traced(lambda x, y: (x + y) * 2, rnd(4, 4), rnd(4, 4))
     second = traced(lambda left, right: (left + right) * 2, rnd(4, 4), rnd(4, 4))
     assert signature(first, "eager", ()) == signature(second, "eager", ())
+
+
+def test_ranks_with_a_device_each_have_the_same_graph():
+    """Their devices differ in the index, which code that was compiled for one depends on."""
+
+    def on(*devices):
+        graph = traced(lambda x, y: (x + y) * 2, rnd(4, 4), rnd(4, 4))
+        with FakeTensorMode():
+            for node, device in zip(graph.graph.nodes, devices, strict=False):
+                node.meta["val"] = torch.empty(4, 4, device=device)
+        return graph
+
+    def place(graph):
+        return signature(graph, "", (), any_index=True)
+
+    one, other, both = on("cuda:0", "cuda:0"), on("cuda:1", "cuda:1"), on("cuda:0", "cuda:1")
+    assert place(one) == place(other)
+    assert place(one) != place(both)
+    assert place(one) != place(on("cpu", "cpu"))
+    assert signature(one, "", ()) != signature(other, "", ())
 
 
 CONSTANTS = {

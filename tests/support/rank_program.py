@@ -8,6 +8,7 @@ Usage: python -m tests.support.rank_program RANK SIZE STORE_FILE CACHE_DIR
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +34,25 @@ def about(named: str, **parts: str) -> Decisions:
     return Decisions(job, {"graph": named, **parts}, named)
 
 
+def in_turn(scenario: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Rank 0 goes through a scenario first, then the others do."""
+
+    @functools.wraps(scenario)
+    def seen(rank: int) -> Any:
+        if rank:
+            dist.barrier()
+        try:
+            return scenario(rank)
+        finally:
+            if not rank:
+                dist.barrier()
+
+    return seen
+
+
+@in_turn
 def deciding(rank: int) -> Any:
-    """Two decisions; only the rank that leads is to call these."""
+    """Two decisions; only the rank that comes first is to call these."""
     calls: list[int] = []
 
     def decide() -> str:
@@ -45,6 +63,7 @@ def deciding(rank: int) -> Any:
     return [decisions.decide(decide), decisions.decide(decide)], calls
 
 
+@in_turn
 def failing(rank: int) -> Any:
     def decide() -> None:
         raise ValueError("no candidate is left")
@@ -65,14 +84,26 @@ def twice(rank: int) -> Any:
     group = dist.group.WORLD
     assert group is not None
     store = group.get_group_store()
-    taken = [about("twice").decide(lambda: f"first {rank}")]
+    taken = [about("twice").decide(lambda: "first")]
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=dist_size)
-    taken.append(about("twice").decide(lambda: f"second {rank}"))
+    taken.append(about("twice").decide(lambda: "second"))
     return taken
 
 
+def in_stages(rank: int) -> Any:
+    """Each rank comes to another graph first, as a pipeline's stages do to their backwards."""
+    forward, backward = about("forward"), about("backward")
+    graphs = (backward, forward) if rank else (forward, backward)
+    taken = []
+    for graph in graphs:
+        taken.append(graph.decide(lambda: rank))
+        dist.barrier()
+    return sorted(taken)
+
+
+@in_turn
 def in_calls(rank: int) -> Any:
     """Candidates of this process alone; the ranks' stopwatches tell different things."""
     measured: list[int] = []
@@ -149,7 +180,7 @@ def beside(rank: int) -> Any:
     return {"settled": settled, "graphs": graphs, "at": at[:1]}
 
 
-SCENARIOS = (deciding, failing, of_one_rank, in_calls, other_settings, beside, twice)
+SCENARIOS = (deciding, failing, of_one_rank, in_stages, in_calls, other_settings, beside, twice)
 
 
 def main(rank: int, size: int, path: str) -> None:

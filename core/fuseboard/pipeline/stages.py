@@ -33,6 +33,7 @@ from fuseboard.partition.joint import split_joint
 from fuseboard.partition.parts import check_parts
 from fuseboard.partition.pins import Pins
 from fuseboard.partition.regions import cut_regions
+from fuseboard.partition.signature import signature
 from fuseboard.partition.writes import WHY, find_writes, left_to_eager
 from fuseboard.pipeline.example_inputs import ExampleInputs
 from fuseboard.pipeline.narrowing import Narrower
@@ -493,7 +494,8 @@ class Pipeline:
         job = job_of(settings.rank_limit_s) if settings.ranks == "agree" else None
         if job is None:
             return None
-        parts = stored.parts or {"graph": f"{staged.kind} {staged.captured.code}"}
+        same = signature(staged.captured, "", (staged.kind,), any_index=True)
+        parts = {**(stored.parts or {}), "graph": same}
         what = f"the {staged.kind} graph of {self.frame}"
         return Decisions(job, parts, what).decide
 

@@ -147,8 +147,7 @@ class Agreement:
         job, patience = self._job, self._clock() + GRACE_S
         while job.rank and self._clock() < patience and not self._look("leader"):
             yield
-        # Who counts first leads.
-        if not self._look("leader") and job.count(f"{self._place}/claims") == 1:
+        if not self._look("leader") and self.claims("leader"):
             self.post("leader", (job.rank, self._parts))
             return True
         rank, parts = yield from self.next("leader")
@@ -160,6 +159,10 @@ class Agreement:
             self.post("failed", (problem, True))
             raise RankError(problem)
         return False
+
+    def claims(self, what: str) -> bool:
+        """Whether this rank is the first to come to something."""
+        return self._count(f"{what}/claims") == 1
 
     def leave(self) -> None:
         """Tell the others that this rank can't go on before it is decided: Dynamo's graph runs."""

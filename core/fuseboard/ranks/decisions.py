@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, TypeVar
@@ -26,6 +26,9 @@ def decide_alone(decide: Callable[[], T]) -> T:
 class Decisions:
     """What ranks that meet at a graph decide, one thing after the other.
 
+    The rank that comes to a decision first makes it: another one may be unable to come before this
+    one goes on, as in a pipeline, whose later stages come to their backwards first.
+
     What decides must not wait for other ranks, as a collective does: they wait for it.
 
     :param parts: name → text: the graph, and what decisions about it depend on.
@@ -38,33 +41,33 @@ class Decisions:
         self._what = what
         self._agreement = Agreement.about(job, parts, what)
         self._numbers = count()
-        self._leads = False
         wait_for(job, self._meet())
-        if self._leads:  # the others are to see that it lives, as long as there may be decisions
-            alive = weakref.ref(self)
-            monitor_of(job).add(_while(lambda: alive() is not None), lambda error: None)
 
     def _meet(self) -> Steps:
-        self._leads = yield from self._agreement.meet()
+        yield from self._agreement.meet()
 
     def decide(self, decide: Callable[[], T]) -> T:
-        """What ``decide`` answers on the rank that leads; it isn't called on the others.
+        """What ``decide`` answers on the rank that comes first; it isn't called on the others.
 
         :raises RankError: that rank doesn't answer, or ``decide`` raised there. On that rank the
             exception itself goes on.
         """
         key = f"decision/{next(self._numbers)}"
-        if self._leads:
+        if self._agreement.claims(key):
+            over = threading.Event()  # until then the others are to see that it lives
+            monitor_of(self._job).add(_until(over), lambda error: None)
             try:
                 answer = decide()
             except BaseException as error:
                 self._agreement.post(key, ("", error_text(error)))
                 raise
+            finally:
+                over.set()
             self._agreement.post(key, (answer, ""))
             return answer
         answer, problem = self._taken(key)
         if problem:
-            raise RankError(f"the rank that leads failed to decide on {self._what}: {problem}")
+            raise RankError(f"another rank failed to decide on {self._what}: {problem}")
         return answer
 
     def _taken(self, key: str) -> Any:
@@ -77,6 +80,6 @@ class Decisions:
         return taken[0]
 
 
-def _while(goes_on: Callable[[], bool]) -> Steps:
-    while goes_on():
+def _until(over: threading.Event) -> Steps:
+    while not over.is_set():
         yield

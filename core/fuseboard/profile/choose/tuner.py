@@ -318,7 +318,7 @@ class Tuner:
         found = next((candidate for candidate in right if candidate.name == chosen), None)
         if found is None and chosen and right:
             self._report.notes.append(
-                f"the rank that leads chose {chosen}, which isn't right on this rank"
+                f"another rank chose {chosen}, which isn't right on this rank"
             )
         return found or (right[0] if right and chosen else None)
 
