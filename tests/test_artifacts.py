@@ -71,6 +71,7 @@ def test_what_was_put_is_found(store):
     assert store.put(key(), b"\x00code\xff", {"guards": []}) == ""
     assert found(store, key()) == b"\x00code\xff"
     assert found(store, key(graph="h")) is None
+    assert store.find(key(graph="h"), lambda artifact: True, again=True) is None
     after = totals.read().lookups
     assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (1, 1)
 

@@ -81,15 +81,20 @@ class Store:
 
     # --- reading --------------------------------------------------------------------------------
 
-    def find(self, key: Key, fits: Callable[[Artifact], bool]) -> Artifact | None:
-        """The artifact under an equal key which ``fits``; it counts as used now."""
+    def find(
+        self, key: Key, fits: Callable[[Artifact], bool], again: bool = False
+    ) -> Artifact | None:
+        """The artifact under an equal key which ``fits``; it counts as used now.
+
+        :param again: it was looked for a moment ago, and that miss was counted.
+        """
         found = self._find(key, fits)
         if found is None and self._remote is not None:
             found = next(filter(fits, self._fetched(key, self._remote)), None)
-        if found is None:
-            totals.looked_up("misses", Missed.of(key.parts, self.nearest(key)))
-        else:
+        if found is not None:
             totals.looked_up("hits")
+        elif not again:
+            totals.looked_up("misses", Missed.of(key.parts, self.nearest(key)))
         return found
 
     def _find(self, key: Key, fits: Callable[[Artifact], bool]) -> Artifact | None:

@@ -115,17 +115,18 @@ class Cache:
             if not info.compiles_quickly:  # several ranks come to the same at the same time
                 limit_s = self._session.settings.hook_limit_s
                 with place.store.alone(place.key, limit_s) as waited:
-                    loaded = self._loaded(task, place, region_report) if waited else None
+                    if waited:
+                        loaded = self._loaded(task, place, region_report, again=True)
                     return loaded or self._compiled(
                         task, info, place, region_report, loads, isolates
                     )
         return self._compiled(task, info, place, region_report, loads, isolates)
 
     def _loaded(
-        self, task: Task, place: _Place, region_report: RegionReport
+        self, task: Task, place: _Place, region_report: RegionReport, again: bool = False
     ) -> LoweredRegion | None:
         """What is in the cache; None where nothing is that can be loaded."""
-        found = self._find(task, place, region_report)
+        found = self._find(task, place, region_report, again)
         if found is None:
             return None
         return self._load(task, found.data, region_report, place.store, found.path)
@@ -208,13 +209,15 @@ class Cache:
 
     # --- loading --------------------------------------------------------------------------------
 
-    def _find(self, task: Task, place: _Place, region_report: RegionReport) -> Artifact | None:
-        """The artifact, if it is there and fits; else a note on what is near."""
+    def _find(
+        self, task: Task, place: _Place, region_report: RegionReport, again: bool
+    ) -> Artifact | None:
+        """The artifact, if it is there and fits; else a note on what is near, the first time."""
         values = _values(task)
         found = place.store.find(
-            place.key, lambda artifact: guard_again(artifact.head["guards"], values)
+            place.key, lambda artifact: guard_again(artifact.head["guards"], values), again
         )
-        if found is None and (near := place.store.nearest(place.key)) is not None:
+        if found is None and not again and (near := place.store.nearest(place.key)) is not None:
             region_report.notes.append(
                 "not in the cache, where an entry for the same graph differs in: "
                 + ", ".join(differing(place.key.parts, near))
