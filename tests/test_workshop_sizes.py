@@ -17,7 +17,7 @@ from fuseboard.workshop import process
 from fuseboard.workshop.by_sizes import BySizes
 from fuseboard.workshop.sizes import SizeCondition, SizeRoute
 from fuseboard.workshop.states import GraphState
-from tests.support.beside import compare_all, life, lives, mlp, pinned
+from tests.support.beside import compare_all, life, lives, mlp, pinned, wait_for
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it", "chosen")
 
@@ -195,7 +195,7 @@ def test_code_that_is_wrong_for_some_sizes_never_answers_these(own_desk, plugin_
     settle(run, [torch.randn(8, 3)], [torch.randn(12, 3)])
     for n in (12, 9, 40, 41, 12):
         check(run, f, [torch.randn(n, 3)], times=3)
-    (trip,) = {trip for graph in ledger.graphs() for trip in graph.trips}
+    (trip,) = wait_for(lambda: {trip for graph in ledger.graphs() for trip in graph.trips})
     assert (trip.plugin, trip.instead) == (plugin.__name__, "Dynamo's own graph")
     assert "for sizes of a later call, output 0" in trip.error
 

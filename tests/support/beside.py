@@ -35,13 +35,20 @@ def life():
     return found
 
 
-def compare_all():
-    """Wait until no call waits to be compared on beside the calls."""
+def wait_for(happened):
+    """Wait until a function's answer is true, for what another thread does; return it."""
     end = time.monotonic() + 60
-    chosen = [one._chosen for one in lives() if one._chosen is not None]
-    while any(one.by_sizes is not None and one.by_sizes._pending for one in chosen):
+    while not (answer := happened()):
         assert time.monotonic() < end
         time.sleep(0.01)
+    return answer
+
+
+def compare_all():
+    """Wait until no call waits to be compared on beside the calls."""
+    chosen = [one._chosen for one in lives() if one._chosen is not None]
+    by_sizes = [one.by_sizes for one in chosen if one.by_sizes is not None]
+    wait_for(lambda: not any(one._pending for one in by_sizes))
 
 
 def mlp(size=64):
