@@ -139,11 +139,11 @@ def compiled(model: Any) -> Any:
 
 
 def told() -> list[Any]:
-    """What was decided about each graph, and trips."""
+    """What was decided about each graph, and trips; graphs are reported as they get ready."""
     graphs = [g for g in ledger.graphs() if g.kind != "joint"]
     ledger.clear()
     return [
-        *([g.kind, [r.backend for r in g.regions], bool(g.instead)] for g in graphs),
+        *sorted([g.kind, [r.backend for r in g.regions], bool(g.instead)] for g in graphs),
         *(str(trip) for g in graphs for trip in g.trips),
     ]
 
