@@ -32,7 +32,7 @@ with torch.no_grad():
             while not fuseboard.wait(progress=False):
                 run(*workload.inputs[0])
         else:
-            while desk()._workshop._child is None:
+            while desk().workshop._child is None:
                 time.sleep(0.01)
             time.sleep(5.0)  # it has begun
             assert not fuseboard.settled(), "it was too quick"
