@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map
 
 from fuseboard.ahead import file, origin, weights
+from fuseboard.ahead.archiving import with_archives
 from fuseboard.ahead.judging import Judge, Unequal
 from fuseboard.ahead.loading import make_model
 from fuseboard.ahead.program import Interface, OutputForm, PackedProgram
 from fuseboard.ahead.signature import Arguments, LeafForm, Signature
 from fuseboard.board import Session, board
 from fuseboard.config import resolve
-from fuseboard.contracts import Region
 from fuseboard.errors import PackageError, containable
 from fuseboard.files import replacing
 from fuseboard.lower.guards import keeping_sizes
@@ -30,14 +29,10 @@ from fuseboard.pipeline.staged_graph import Record
 from fuseboard.report.data import ledger
 from fuseboard.run import portable
 from fuseboard.run.failure import describe
-from fuseboard.run.program import Program
 from fuseboard.run.runner import Runner
-from fuseboard.run.sites import Lowered, Site
 from fuseboard.torch_api import exports
 from fuseboard.torch_api import internals as torch_internals
 from fuseboard.torch_api import modes as torch_modes
-from fuseboard.torch_api.archives import ArchivedCode
-from fuseboard.torch_api.copies import copy_graph
 from fuseboard.torch_api.exports import Exported
 from fuseboard.torch_api.graphs import graph_from_bytes, graph_to_bytes
 from fuseboard.torch_api.state import StateGuard
@@ -235,7 +230,7 @@ class _Maker:
         sites = [one for site in runner.program.sites for one in site.with_inner()]
         if tripped := [site.tripped for site in sites if site.tripped]:
             raise PackageError("model", f"{tripped[0]} failed in a call; the report says how")
-        program = self._as_archives(runner.program, session, real)
+        program = with_archives(runner.program, session, real)
         first, count = len(exported.symbols), len(exported.weights)
         try:
             known = None if condition is None else condition.with_terms(watch)
@@ -246,28 +241,6 @@ class _Maker:
             None if known is None else known.holds(),
             "" if known is None else known.described(),
         )
-
-    def _as_archives(self, program: Program, session: Session, real: Sequence[Any]) -> Program:
-        """The program with archives of compiled code in the place of code that can't be pickled.
-
-        :raises PackageError: a backend writes none.
-        """
-        sites: list[Site] = []
-        made: dict[str, ArchivedCode] = {}
-        values: dict[Node, Any] = {}
-        for site in program.sites:
-            lowered = site.lowered
-            if site.is_eager or _can_be_pickled(lowered.call):
-                sites.append(site)
-                continue
-            values = values or _values(program.context.graph, real)
-            if lowered.region.signature not in made:
-                inputs = [values[node] for node in site.cut.inputs]
-                made[lowered.region.signature] = _archive(session, lowered.region, inputs)
-            code, count = made[lowered.region.signature], len(site.cut.inputs)
-            own = Lowered(lowered.region, code, code, tuple(range(count)))
-            sites.append(replace(site, lowered=own))
-        return Program(program.context, sites)
 
     def _interface(self, exported: Exported) -> Interface:
         pairs, structure = tree_flatten_with_path(self._given)
@@ -336,51 +309,6 @@ class _Packed:
     @property
     def runner(self) -> Runner:
         return self.record.runner
-
-
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        return bool(portable.to_bytes(value))
-    except Exception:  # whatever the code of an object in it raises; the archive is the answer
-        return False
-
-
-def _values(graph: GraphModule, real: Sequence[Any]) -> dict[Node, Any]:
-    """What each node of a graph computes."""
-    interpreter = Interpreter(graph, garbage_collect_values=False)
-    with torch_internals.real_tensors():
-        interpreter.run(*real)
-    return interpreter.env
-
-
-def _archive(session: Session, region: Region, inputs: Sequence[Any]) -> ArchivedCode:
-    """
-    :raises PackageError: the region's backend writes none, or what it wrote can't be loaded.
-    """
-    with tempfile.TemporaryDirectory(prefix="fuseboard_") as folder:
-        path = Path(folder) / "region.pt2"
-        try:
-            answer = session.call(
-                "fuseboard_export",
-                region.backend,
-                graph=copy_graph(region.graph),
-                inputs=inputs,
-                names=[f"input_{number}" for number in range(len(inputs))],
-                weights=(),
-                path=path,
-            )
-            if answer is not None:
-                return ArchivedCode(path.read_bytes())
-        except containable() as error:  # a plugin may raise anything
-            raise PackageError(
-                "model",
-                f"{region.backend} can't write what it compiled to a file: {describe(error)}. "
-                "Leave it out by the setting backends",
-            ) from error
-    raise PackageError(
-        "model",
-        f"what {region.backend} compiled can't be stored: leave it out by the setting backends",
-    )
 
 
 def _pickled(value: Any, what: str) -> bytes:
